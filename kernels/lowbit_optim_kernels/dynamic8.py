@@ -1,0 +1,178 @@
+"""The codec `dynamic8`: blockwise 8-bit numbers with a dynamic code, and their block layout.
+
+A tensor is stored as uint8 codes of its own shape and one fp32 scale (`absmax`) per block of 256
+elements; an element's value is `codebook[code] * absmax`. The codebook is the dynamic map of
+T. Dettmers, M. Lewis, S. Shleifer, L. Zettlemoyer, "8-bit Optimizers via Block-wise Quantization",
+arXiv:2110.02861 (2021): in decade e, e = 0..6, a run of 2**e (signed) or 2**(e+1) (unsigned) values
+lies at equal distances, so both directions have a closed form. With d = |code - 127| (signed) or
+d = code + 1 (unsigned), d + 1/2 = f, and e the exponent of d (less one when unsigned),
+
+    value = slope[e] f - 0.8 * 10**(e - 6)          slope[e] = 0.9 * 10**(e - 6) / n_e
+    f     = (x + 0.8 * 10**(e - 6)) / slope[e]      n_e = 2**e or 2**(e + 1)
+
+This file holds the torch form of it (any device, any float dtype), the tables the compiled engines
+read, and the layout of blocks. It knows nothing of optimizers.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+BLOCK = 256
+ROW_LAYOUT_MIN = 64  # rows shorter than this would waste most of a block
+ZERO_CODE = {True: 127, False: 0}
+
+
+@lru_cache(maxsize=None)
+def _codebook(signed: bool) -> Tensor:
+    values = []
+    for i in range(7):
+        n = 2**i if signed else 2 ** (i + 1)
+        edges = torch.linspace(0.1, 1.0, n + 1, dtype=torch.float32)
+        means = (edges[:-1] + edges[1:]) / 2.0
+        magnitudes = (10.0 ** (i - 6)) * means
+        values += magnitudes.tolist()
+        if signed:
+            values += (-magnitudes).tolist()
+    return torch.tensor(sorted([*values, 0.0, 1.0]), dtype=torch.float32)
+
+
+def create_dynamic_map(signed: bool = True) -> Tensor:
+    """The 256 values of the dynamic 8-bit code, ascending.
+
+    Args:
+        signed: True for the map of first moments (zero is code 127, the largest value 1.0 is code
+            255, the smallest is -0.99297); False for non-negative state (zero is code 0).
+
+    Returns:
+        fp32 tensor of shape (256,) on the CPU, a fresh copy.
+
+    Reference:
+        Dettmers, Lewis, Shleifer, Zettlemoyer, "8-bit Optimizers via Block-wise Quantization",
+        arXiv:2110.02861 (2021). The values are bit-identical to bitsandbytes' `create_dynamic_map`.
+
+    Example:
+        >>> create_dynamic_map()[127].item(), create_dynamic_map(signed=False)[255].item()
+        (0.0, 1.0)
+    """
+    if not isinstance(signed, bool):
+        raise TypeError(f"signed must be True or False, got {signed!r}")
+    return _codebook(signed).clone()
+
+
+@dataclass(frozen=True)
+class Pieces:
+    """The piecewise-linear code of one sign mode, as tables over the pieces of [0, 1].
+
+    Piece k holds a normalized magnitude a with threshold[k-1] < a <= threshold[k]; there
+    d = min(round(a * inverse_slope[k] + offset[k]), last[k]), a tie rounding down.
+    """
+
+    threshold: tuple[float, ...]  # 8 upper ends; the last piece, d of 1.0, has none
+    inverse_slope: tuple[float, ...]
+    offset: tuple[float, ...]
+    last: tuple[int, ...]
+
+
+@lru_cache(maxsize=None)
+def pieces(signed: bool) -> Pieces:
+    """Tables of the closed form; piece 0 is zero, 1..7 are the decades, 8 is exactly 1.0."""
+    book = _codebook(signed).double().tolist()
+    magnitude = book[127:] if signed else book  # value of d = 0, 1, ...
+    shift = 0 if signed else 1  # the decades are runs of length n_e in d + shift
+    threshold, inverse, offset, last = [], [0.0], [0.0], [0]
+    for e in range(7):
+        n = 2**e if signed else 2 ** (e + 1)
+        start = n - shift
+        threshold.append((magnitude[start - 1] + magnitude[start]) / 2)
+        slope = 0.9 * 10.0 ** (e - 6) / n
+        inverse.append(1.0 / slope)
+        offset.append(0.8 * 10.0 ** (e - 6) / slope - 0.5 - shift)
+        last.append(2 * n - 1 - shift)
+    top = len(magnitude) - 1
+    threshold.append((magnitude[top - 1] + magnitude[top]) / 2)
+    return Pieces(tuple(threshold), (*inverse, 0.0), (*offset, float(top)), (*last, top))
+
+
+@lru_cache(maxsize=None)
+def _tables(signed: bool, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, ...]:
+    table = pieces(signed)
+    # A threshold between two floats is rounded down, so that `a > threshold` stays exact in fp32.
+    thresholds = [math.nextafter(t, 0.0) if dtype == torch.float64 else t for t in table.threshold]
+    made = [
+        torch.tensor(x, dtype=dtype)
+        for x in (thresholds, table.inverse_slope, table.offset, table.last)
+    ]
+    return tuple(x.to(device) for x in made)
+
+
+@lru_cache(maxsize=None)
+def codebook_on(signed: bool, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """The codebook as a tensor on a device, made once."""
+    return _codebook(signed).to(device=device, dtype=dtype)
+
+
+def encode(x: Tensor, absmax: Tensor, signed: bool) -> Tensor:
+    """Codes of finite `x` (fp32 or fp64) for scales `absmax` that broadcast over it; uint8."""
+    thresholds, inverse, offset, last = _tables(signed, x.dtype, x.device)
+    a = (x.abs() / absmax.to(x.dtype)).nan_to_num_(nan=0.0, posinf=1.0).clamp_(max=1.0)
+    piece = torch.bucketize(a, thresholds)
+    f = a.mul_(inverse[piece]).add_(offset[piece])
+    down = torch.ceil(f - 0.5)  # a tie takes the smaller d
+    if signed:
+        up = torch.floor(f.add_(0.5))  # a negative tie takes the larger d: the lower code
+        negative = x < 0
+        d = torch.minimum(torch.where(negative, up, down), last[piece])
+        code = torch.where(negative, 127 - d.clamp(max=127), 127 + d)
+    else:
+        d = torch.minimum(down, last[piece])
+        code = torch.where(x > 0, d.clamp(min=1), 0.0)
+    return code.to(torch.uint8)
+
+
+def decode(codes: Tensor, absmax: Tensor, signed: bool, dtype: torch.dtype) -> Tensor:
+    """Values of `codes` for scales `absmax` that broadcast over them."""
+    return codebook_on(signed, dtype, codes.device)[codes.int()] * absmax.to(dtype)
+
+
+def block_absmax(x: Tensor) -> Tensor:
+    """Largest finite magnitude along the last dimension, kept as size 1; fp32."""
+    magnitude = x.abs()
+    return torch.where(magnitude.isfinite(), magnitude, 0.0).amax(-1, keepdim=True).float()
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How a tensor's elements fall into blocks of 256, decided by its *global* shape alone.
+
+    `row` is the number of elements after which blocks restart. With ndim >= 2 and at least 64
+    elements in a dim-0 slice that is the slice, so that any shard along dim 0 is a valid piece;
+    otherwise blocks run over the flattened tensor (`by_rows` False).
+    """
+
+    rows: int
+    row: int
+    by_rows: bool
+
+    @staticmethod
+    def of(shape: torch.Size | tuple[int, ...]) -> Layout:
+        """The layout of a tensor of this (global) shape."""
+        numel = math.prod(shape)
+        if len(shape) >= 2 and numel > 0 and numel // shape[0] >= ROW_LAYOUT_MIN:
+            return Layout(shape[0], numel // shape[0], True)
+        return Layout(1, numel, False)
+
+    @property
+    def blocks_per_row(self) -> int:
+        """Blocks in a row, the last of which may be short."""
+        return -(-self.row // BLOCK)
+
+    @property
+    def absmax_shape(self) -> tuple[int, ...]:
+        """Shape of the scales: (rows, blocks per row), or (blocks,) for a flattened layout."""
+        return (self.rows, self.blocks_per_row) if self.by_rows else (self.blocks_per_row,)

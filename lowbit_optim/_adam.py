@@ -1,0 +1,195 @@
+"""Adam and AdamW."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import lru_cache
+from typing import Any
+
+from lowbit_optim_kernels.rules import Rule
+from lowbit_optim_kernels.rules_adam import adam_rule
+from torch import Tensor
+
+from . import _checks
+from ._optimizer import LowBitOptimizer
+from ._variants import fixed_bits
+
+_rule = lru_cache(maxsize=None)(adam_rule)
+
+
+class Adam(LowBitOptimizer):
+    r"""Adam, its moments in 32 or 8 bits.
+
+    With g the gradient (plus weight_decay p unless `decoupled_weight_decay`) and t the tensor's
+    step:
+
+        m = beta1 m + (1 - beta1) g
+        v = beta2 v + (1 - beta2) g^2                 (amsgrad: s = max(s, v), used for v below)
+        u = m / (1 - beta1^t) / (sqrt(v / (1 - beta2^t)) + eps)
+        p = p (1 - lr weight_decay) - lr u            (without the factor unless decoupled)
+
+    Args:
+        params: parameters, named parameters or parameter groups.
+        lr: learning rate, a number or a tensor of one element. Default 1e-3.
+        betas: decay rates of the first and second moment. Default (0.9, 0.999).
+        eps: added to the denominator. Default 1e-8.
+        weight_decay: coupled (L2) weight decay. Default 0.
+        amsgrad: use the largest second moment so far, a third state. Default False.
+        optim_bits: 32 or 8, the width of the moments. Default 32.
+        args: object whose `optim_bits`, `min_8bit_size`, `percentile_clipping` and `max_unorm`
+            replace these arguments where present.
+        min_8bit_size: tensors with fewer elements keep 32-bit state. Default 4096.
+        percentile_clipping: clip the gradient's norm to this percentile (0..100) of the last 100
+            steps' norms; 100 is off, the default.
+        block_wise: must be True (bitsandbytes compatibility).
+        is_paged: must be False (bitsandbytes compatibility).
+        max_unorm: cap ||u|| at max_unorm ||p||; 0 is off, the default.
+        decoupled_weight_decay: shrink p by 1 - lr weight_decay instead (AdamW). Default False.
+        maximize: ascend instead of descend. Default False.
+        foreach, fused, capturable: as in torch.optim. All tensors of a group are always stepped
+            together and, on accelerators, captured safely; `fused=True` insists on a compiled
+            engine and raises in `step` where there is none.
+        differentiable: must be False.
+
+    Raises:
+        ValueError, TypeError: naming the argument that is not allowed.
+
+    Example:
+        >>> optimizer = Adam8bit(model.parameters(), lr=1e-3)
+
+    Reference:
+        Kingma, Ba, "Adam: A Method for Stochastic Optimization", arXiv:1412.6980 (2014); AMSGrad:
+        Reddi, Kale, Kumar, arXiv:1904.09237.
+
+    Where it differs: the 32-bit state is torch.optim.Adam's. bitsandbytes refuses amsgrad, and its
+    second moment can become zero where the first is not; here it cannot.
+    """
+
+    family = "Adam"
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float | Tensor = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0,
+        amsgrad: bool = False,
+        optim_bits: int = 32,
+        args: Any = None,
+        min_8bit_size: int = 4096,
+        percentile_clipping: int = 100,
+        block_wise: bool = True,
+        is_paged: bool = False,
+        *,
+        max_unorm: float = 0.0,
+        maximize: bool = False,
+        foreach: bool | None = None,
+        capturable: bool = False,
+        differentiable: bool = False,
+        fused: bool | None = None,
+        decoupled_weight_decay: bool = False,
+    ) -> None:
+        _checks.bitsandbytes_switches(block_wise, is_paged)
+        defaults = {
+            "lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay,
+            "amsgrad": amsgrad, "optim_bits": optim_bits, "min_8bit_size": min_8bit_size,
+            "percentile_clipping": percentile_clipping, "max_unorm": max_unorm,
+            "maximize": maximize, "foreach": foreach, "capturable": capturable,
+            "differentiable": differentiable, "fused": fused,
+            "decoupled_weight_decay": decoupled_weight_decay,
+        }  # fmt: skip
+        super().__init__(params, defaults, args)
+
+    def _validate(self, group: Mapping[str, Any]) -> None:
+        super()._validate(group)
+        _checks.betas(group["betas"])
+        _checks.number("eps", group["eps"], 0.0)
+        _checks.number("weight_decay", group["weight_decay"], 0.0)
+        _checks.flag("amsgrad", group["amsgrad"])
+        _checks.flag("decoupled_weight_decay", group["decoupled_weight_decay"])
+
+    def _rule(self, group: Mapping[str, Any]) -> Rule:
+        coupled = group["weight_decay"] != 0 and not group["decoupled_weight_decay"]
+        return _rule(group["amsgrad"], coupled, group["max_unorm"] > 0)
+
+    def _hyper(self, group: Mapping[str, Any]) -> dict[str, float | Tensor]:
+        beta1, beta2 = group["betas"]
+        return {
+            "beta1": beta1,
+            "beta2": beta2,
+            "eps": group["eps"],
+            "weight_decay": group["weight_decay"],
+            "decoupled": float(group["decoupled_weight_decay"]),
+        }
+
+
+class AdamW(Adam):
+    r"""Adam with decoupled weight decay, its moments in 32 or 8 bits.
+
+        p = p (1 - lr weight_decay)
+        m = beta1 m + (1 - beta1) g
+        v = beta2 v + (1 - beta2) g^2                 (amsgrad: s = max(s, v), used for v below)
+        p = p - lr m / (1 - beta1^t) / (sqrt(v / (1 - beta2^t)) + eps)
+
+    Args:
+        params: parameters, named parameters or parameter groups.
+        lr: learning rate, a number or a tensor of one element. Default 1e-3.
+        betas: decay rates of the first and second moment. Default (0.9, 0.999).
+        eps: added to the denominator. Default 1e-8.
+        weight_decay: decoupled weight decay. Default 1e-2.
+        amsgrad: use the largest second moment so far, a third state. Default False.
+        optim_bits: 32 or 8, the width of the moments. Default 32.
+        args: object whose `optim_bits`, `min_8bit_size`, `percentile_clipping` and `max_unorm`
+            replace these arguments where present.
+        min_8bit_size, percentile_clipping, block_wise, is_paged, max_unorm, maximize, foreach,
+        fused, capturable, differentiable: as in `Adam`.
+
+    Raises:
+        ValueError, TypeError: naming the argument that is not allowed.
+
+    Example:
+        >>> optimizer = AdamW8bit(model.parameters(), lr=1e-3, weight_decay=0.1)
+
+    Reference:
+        Loshchilov, Hutter, "Decoupled Weight Decay Regularization", arXiv:1711.05101 (2017), Alg. 2.
+
+    Where it differs: the decay is applied before the update, as torch.optim.AdamW does.
+    """
+
+    family = "AdamW"
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float | Tensor = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 1e-2,
+        amsgrad: bool = False,
+        optim_bits: int = 32,
+        args: Any = None,
+        min_8bit_size: int = 4096,
+        percentile_clipping: int = 100,
+        block_wise: bool = True,
+        is_paged: bool = False,
+        *,
+        max_unorm: float = 0.0,
+        maximize: bool = False,
+        foreach: bool | None = None,
+        capturable: bool = False,
+        differentiable: bool = False,
+        fused: bool | None = None,
+    ) -> None:
+        super().__init__(
+            params, lr, betas, eps, weight_decay, amsgrad, optim_bits, args, min_8bit_size,
+            percentile_clipping, block_wise, is_paged, max_unorm=max_unorm, maximize=maximize,
+            foreach=foreach, capturable=capturable, differentiable=differentiable, fused=fused,
+            decoupled_weight_decay=True,
+        )  # fmt: skip
+
+
+Adam8bit = fixed_bits(Adam, 8, keep_argument=True)
+Adam32bit = fixed_bits(Adam, 32, keep_argument=True)
+AdamW8bit = fixed_bits(AdamW, 8, keep_argument=True)
+AdamW32bit = fixed_bits(AdamW, 32, keep_argument=True)

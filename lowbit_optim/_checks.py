@@ -1,0 +1,133 @@
+"""Argument checks shared by the front-ends; each names the argument, its value and what is allowed."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+
+def number(name: str, value: Any, low: float, high: float = math.inf, open_high: bool = False) -> None:
+    """Refuse what is not a finite number in [low, high] (or [low, high))."""
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise TypeError(f"{name} must be a number, got {value!r}")
+    inside = low <= value < high if open_high else low <= value <= high
+    if not inside or not math.isfinite(value):
+        upper = "" if high == math.inf else f" and {'<' if open_high else '<='} {high:g}"
+        raise ValueError(f"{name} must be finite, >= {low:g}{upper}; got {value!r}")
+
+
+def learning_rate(value: Any) -> None:
+    """Refuse a learning rate that is negative, not finite, or a tensor of several elements."""
+    if isinstance(value, torch.Tensor):
+        if value.numel() != 1 or value.is_complex():
+            raise ValueError(f"lr must be a number or a real tensor of one element; got {value!r}")
+        value = float(value)
+    number("lr", value, 0.0)
+
+
+def betas(value: Any, count: int = 2) -> None:
+    """Refuse betas that are not `count` numbers in [0, 1)."""
+    if not isinstance(value, (tuple, list)) or len(value) != count:
+        raise ValueError(f"betas must be {count} numbers in [0, 1); got {value!r}")
+    for i, beta in enumerate(value):
+        number(f"betas[{i}]", beta, 0.0, 1.0, open_high=True)
+
+
+def flag(name: str, value: Any) -> None:
+    """Refuse what is not True or False."""
+    if not isinstance(value, bool):
+        raise TypeError(f"{name} must be True or False; got {value!r}")
+
+
+def optional_flag(name: str, value: Any) -> None:
+    """Refuse what is not True, False or None."""
+    if value is not None:
+        flag(name, value)
+
+
+def one_of(name: str, value: Any, allowed: tuple[Any, ...]) -> None:
+    """Refuse what is not among the allowed values."""
+    if value not in allowed or isinstance(value, bool):
+        raise ValueError(f"{name} must be one of {', '.join(map(repr, allowed))}; got {value!r}")
+
+
+def bounds(name: str, value: Any) -> None:
+    """Refuse what is neither None nor a pair 0 <= low <= high (high may be infinite)."""
+    if value is None:
+        return
+    if not isinstance(value, (tuple, list)) or len(value) != 2:
+        raise ValueError(f"{name} must be None or a pair (low, high); got {value!r}")
+    low, high = value
+    number(f"{name}[0]", low, 0.0)
+    if isinstance(high, bool) or not isinstance(high, (int, float)) or not high >= low:
+        raise ValueError(f"{name} must have 0 <= low <= high; got {value!r}")
+
+
+def integer(name: str, value: Any, low: int, high: float = math.inf) -> None:
+    """Refuse what is not an integer in [low, high]."""
+    if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
+        upper = "" if high == math.inf else f" and <= {high}"
+        raise ValueError(f"{name} must be an integer >= {low}{upper}; got {value!r}")
+
+
+def common(group: Mapping[str, Any]) -> None:
+    """Check the settings that every optimizer has."""
+    learning_rate(group["lr"])
+    one_of("optim_bits", group["optim_bits"], (8, 32))
+    integer("min_8bit_size", group["min_8bit_size"], 0)
+    integer("percentile_clipping", group["percentile_clipping"], 0, 100)
+    number("max_unorm", group["max_unorm"], 0.0)
+    flag("maximize", group["maximize"])
+    flag("capturable", group["capturable"])
+    flag("differentiable", group["differentiable"])
+    optional_flag("foreach", group["foreach"])
+    optional_flag("fused", group["fused"])
+    if group["differentiable"]:
+        raise ValueError(
+            "differentiable=True is not supported: the step is a fused kernel that autograd "
+            "does not see; pass differentiable=False"
+        )
+    if group["foreach"] and group["fused"]:
+        raise ValueError("foreach and fused cannot both be True; leave one of them None")
+
+
+def bitsandbytes_switches(block_wise: Any, is_paged: Any = False) -> None:
+    """Accept bitsandbytes' arguments where they ask for what there is, and refuse the rest."""
+    if block_wise is not True:
+        raise ValueError(
+            f"block_wise must be True, got {block_wise!r}: 8-bit state always has one scale per "
+            "block of 256 elements; use optim_bits=32 for state without blocks"
+        )
+    if is_paged is not False:
+        raise ValueError(
+            f"is_paged must be False, got {is_paged!r}: state is not paged to the host; use "
+            "optim_bits=8, or an offloading wrapper such as FSDP2's CPUOffloadPolicy"
+        )
+
+
+ARGS = ("optim_bits", "min_8bit_size", "percentile_clipping", "max_unorm")
+
+
+def replace_by_args(defaults: dict[str, Any], args: Any) -> None:
+    """Let the attributes of bitsandbytes' `args` object replace the constructor's values."""
+    if args is None:
+        return
+    for name in ARGS:
+        if hasattr(args, name):
+            defaults[name] = getattr(args, name)
+
+
+def momentum(group: Mapping[str, Any]) -> None:
+    """Check the settings of SGD's momentum and coupled weight decay."""
+    number("momentum", group["momentum"], 0.0)
+    number("dampening", group["dampening"], 0.0, 1.0)
+    number("weight_decay", group["weight_decay"], 0.0)
+    flag("nesterov", group["nesterov"])
+    if group["nesterov"] and (group["momentum"] == 0 or group["dampening"] != 0):
+        raise ValueError(
+            "nesterov=True needs a momentum > 0 and a dampening of 0; got "
+            f"momentum={group['momentum']!r}, dampening={group['dampening']!r}"
+        )

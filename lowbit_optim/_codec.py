@@ -1,0 +1,94 @@
+"""Public functions of the 8-bit codec."""
+
+from __future__ import annotations
+
+import torch
+from lowbit_optim_kernels.dispatch import engine_for, load_engine
+from lowbit_optim_kernels.dynamic8 import Layout
+from torch import Tensor
+
+
+@torch.no_grad()
+def quantize_blockwise(x: Tensor, signed: bool = True) -> tuple[Tensor, Tensor]:
+    """Quantize a tensor to 8 bits with one scale per block of 256 elements.
+
+    With absmax the largest finite magnitude of a block, each element x becomes the code whose
+    value is nearest to x / absmax, a tie taking the lower code. Exact zeros and non-finite elements
+    become the code of zero. With `signed=False` (second moments) a positive element never becomes
+    zero: it takes code 1 at least; a negative one becomes zero.
+
+    Args:
+        x: tensor of any shape and floating dtype, on any device; not modified.
+        signed: True for the signed map, False for the map of non-negative numbers.
+
+    Returns:
+        (codes, absmax): uint8 of x's shape, and fp32 scales. If x has two or more dimensions and at
+        least 64 elements per dim-0 slice, blocks restart at every slice and absmax has shape
+        (x.shape[0], ceil(slice / 256)); otherwise blocks run over the flattened tensor and it has
+        shape (ceil(x.numel() / 256),).
+
+    Raises:
+        TypeError: if x is not a floating tensor or signed is not a bool.
+
+    Example:
+        >>> codes, absmax = quantize_blockwise(torch.randn(1000, 1000))
+        >>> codes.dtype, absmax.shape
+        (torch.uint8, torch.Size([1000, 4]))
+
+    Reference:
+        Dettmers et al., "8-bit Optimizers via Block-wise Quantization", arXiv:2110.02861 (2021).
+    """
+    if not isinstance(x, Tensor) or not x.is_floating_point():
+        raise TypeError(f"x must be a floating tensor, got {getattr(x, 'dtype', type(x))}")
+    if not isinstance(signed, bool):
+        raise TypeError(f"signed must be True or False, got {signed!r}")
+    layout = Layout.of(x.shape)
+    codes = torch.empty(x.shape, dtype=torch.uint8, device=x.device)
+    absmax = torch.empty(layout.absmax_shape, dtype=torch.float32, device=x.device)
+    engine = load_engine(engine_for(x).name)
+    engine.quantize(x.detach().contiguous(), signed, layout.rows, layout.row, codes, absmax)
+    return codes, absmax
+
+
+@torch.no_grad()
+def dequantize_blockwise(
+    codes: Tensor, absmax: Tensor, signed: bool = True, dtype: torch.dtype = torch.float32
+) -> Tensor:
+    """The values of `quantize_blockwise`'s codes and scales.
+
+    Args:
+        codes: uint8 of any shape.
+        absmax: fp32 scales of the layout that `quantize_blockwise` describes.
+        signed: the map that the codes were made with.
+        dtype: of the result: float32, bfloat16, float16 or float64.
+
+    Returns:
+        Tensor of codes' shape and `dtype`: codebook[code] * absmax.
+
+    Raises:
+        TypeError: for codes that are not uint8, a signed that is not a bool, a dtype that is not
+            floating.
+        ValueError: if absmax does not have the shape that belongs to codes' shape.
+
+    Example:
+        >>> x = torch.randn(1000)
+        >>> bool((dequantize_blockwise(*quantize_blockwise(x)) - x).abs().max() < 0.05)
+        True
+    """
+    if codes.dtype != torch.uint8:
+        raise TypeError(f"codes must be uint8, got {codes.dtype}")
+    if not isinstance(signed, bool):
+        raise TypeError(f"signed must be True or False, got {signed!r}")
+    if not dtype.is_floating_point:
+        raise TypeError(f"dtype must be a floating dtype, got {dtype}")
+    layout = Layout.of(codes.shape)
+    if tuple(absmax.shape) != layout.absmax_shape:
+        raise ValueError(
+            f"absmax must have shape {layout.absmax_shape} for codes of shape "
+            f"{tuple(codes.shape)}; got {tuple(absmax.shape)}"
+        )
+    out = torch.empty(codes.shape, dtype=dtype, device=codes.device)
+    engine = load_engine(engine_for(out).name)
+    scales = absmax.detach().to(device=codes.device, dtype=torch.float32).contiguous()
+    engine.dequantize(codes.contiguous(), scales, signed, layout.rows, layout.row, out)
+    return out

@@ -1,0 +1,246 @@
+"""`LowBitOptimizer`: parameter groups, state and the step loop of every optimizer. No mathematics."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, ClassVar, overload
+
+import torch
+from lowbit_optim_kernels import dispatch
+from lowbit_optim_kernels.dynamic8 import ZERO_CODE, Layout
+from lowbit_optim_kernels.plan import GNORM_HISTORY, Batch, Slot
+from lowbit_optim_kernels.rules import Rule
+from torch import Tensor
+from torch.optim import Optimizer
+
+from . import _checkpoint, _checks
+
+STATE_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+
+
+class LowBitOptimizer(Optimizer):
+    """Base class of the package's optimizers; not meant to be constructed.
+
+    A subclass gives its defaults, `_validate`, `_rule` and `_hyper`. Groups are read afresh in
+    every step, state is created at a parameter's first step, and all parameters of a group are
+    stepped together by the engine that `lowbit_optim.engine_for` names.
+    """
+
+    family: ClassVar[str]
+    _step_supports_amp_scaling = True
+
+    def __init__(self, params: Any, defaults: dict[str, Any], args: Any = None) -> None:
+        _checks.replace_by_args(defaults, args)
+        self._validate(defaults)
+        self._caches: dict[Any, dict] = {}
+        super().__init__(params, defaults)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self._caches = {}
+
+    # What a front-end supplies.
+
+    def _validate(self, group: Mapping[str, Any]) -> None:
+        """Raise for settings that are not allowed; `group` has every default filled in."""
+        _checks.common(group)
+
+    def _rule(self, group: Mapping[str, Any]) -> Rule:
+        """The rule that these settings ask for."""
+        raise NotImplementedError
+
+    def _hyper(self, group: Mapping[str, Any]) -> dict[str, float | Tensor]:
+        """The rule's hyperparameters by name, but lr and max_unorm."""
+        raise NotImplementedError
+
+    # torch.optim.Optimizer's protocol.
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a parameter group; its keys override the constructor's values.
+
+        Args:
+            param_group: a dict with `params` and any of the constructor's settings.
+
+        Raises:
+            ValueError, TypeError: for a setting that is not allowed or a parameter that is not
+                real and floating; nothing has been added then.
+        """
+        if isinstance(param_group, dict):
+            self._validate({**self.defaults, **param_group})
+        super().add_param_group(param_group)
+        for p in self.param_groups[-1]["params"]:
+            if p.dtype not in STATE_DTYPES:
+                self.param_groups.pop()
+                allowed = ", ".join(str(d).removeprefix("torch.") for d in STATE_DTYPES)
+                raise TypeError(
+                    f"{type(self).__name__} takes parameters of dtype {allowed}; got {p.dtype}"
+                )
+
+    @overload
+    def step(self, closure: None = None) -> None: ...
+
+    @overload
+    def step(self, closure: Callable[[], float]) -> float: ...
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:
+        """Take one step.
+
+        Args:
+            closure: re-evaluates the model and returns the loss; optional.
+
+        Returns:
+            What the closure returned, or None.
+
+        Raises:
+            RuntimeError: for a sparse gradient, a gradient on another device than its parameter,
+                or an engine that was asked for and cannot run a parameter.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        batches: list[Batch] = []
+        written: list[Tensor] = []
+        staged: list[tuple[Tensor, Tensor]] = []
+        for index, group in enumerate(self.param_groups):
+            batches += self._batches(index, group, written, staged)
+        if batches:
+            dispatch.step(batches)
+        for p, work in staged:
+            p.copy_(work)
+        # Compiled engines write through addresses, which autograd's version counters do not see.
+        if written:
+            torch.autograd.graph.increment_version(written)
+        return loss
+
+    def state_dict(self) -> dict[str, Any]:
+        """The state as tensors, numbers, strings, lists and dicts only.
+
+        Beside torch's `state` and `param_groups` it has `lowbit_optim`: the format version and the
+        optimizer's family. An 8-bit moment `<key>` is uint8 codes of the parameter's shape, with
+        its fp32 scales in `<key>_absmax`.
+        """
+        return {**super().state_dict(), _checkpoint.KEY: _checkpoint.header(self.family)}
+
+    @torch._disable_dynamo
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load a state dict of this class or of its torch.optim counterpart.
+
+        Hyperparameters come from `state_dict`; how state is stored (`optim_bits`,
+        `min_8bit_size`) stays as this optimizer was built, and moments are quantized or
+        dequantized to fit. Codes and scales of the right layout are copied bit for bit.
+
+        Args:
+            state_dict: as returned by `state_dict()`.
+
+        Raises:
+            ValueError: when it is of another optimizer, of a newer format, or does not fit the
+                parameters; nothing has been changed then.
+        """
+        for pre_hook in self._optimizer_load_state_dict_pre_hooks.values():
+            result = pre_hook(self, state_dict)
+            state_dict = state_dict if result is None else result
+        _checkpoint.check_header(state_dict, self.family)
+        groups = _checkpoint.merged_groups(self.param_groups, state_dict, type(self).__name__)
+        for group in groups:
+            self._validate({**self.defaults, **group})
+        state = {}
+        for p, group, saved in _checkpoint.saved_states(groups, state_dict):
+            moments = self._rule(group).moments
+            bits = self._bits(p, group)
+            state[p] = _checkpoint.fitted(saved, p, moments, bits, type(self).__name__)
+        self.__setstate__({"state": _checkpoint.as_state(state), "param_groups": groups})
+        for post_hook in self._optimizer_load_state_dict_post_hooks.values():
+            post_hook(self)
+
+    # The step loop.
+
+    def _bits(self, p: Tensor, group: Mapping[str, Any]) -> int:
+        return 8 if group["optim_bits"] == 8 and p.numel() >= group["min_8bit_size"] else 32
+
+    def _init_state(self, p: Tensor, group: Mapping[str, Any], state: dict[str, Any]) -> None:
+        """Create what a parameter's state lacks; all moments start at zero."""
+        if "step" not in state:
+            state["step"] = torch.zeros((), dtype=torch.float32, device=p.device)
+        if group["percentile_clipping"] < 100 and "gnorm_vec" not in state:
+            state["gnorm_vec"] = torch.full((GNORM_HISTORY,), -1.0, device=p.device)
+        bits = self._bits(p, group)
+        for moment in self._rule(group).moments:
+            if moment.key in state:
+                continue
+            if bits == 8:
+                shape = Layout.of(p.shape).absmax_shape
+                codes = torch.full(p.shape, ZERO_CODE[moment.signed], dtype=torch.uint8)
+                state[moment.key] = codes.to(p.device)
+                state[f"{moment.key}_absmax"] = torch.zeros(shape, device=p.device)
+            else:
+                dtype = torch.float64 if p.dtype == torch.float64 else torch.float32
+                state[moment.key] = torch.zeros(p.shape, dtype=dtype, device=p.device)
+
+    def _gradient(self, p: Tensor) -> Tensor:
+        g = p.grad
+        assert g is not None
+        if g.is_sparse or g.layout != torch.strided:
+            raise RuntimeError(
+                f"{type(self).__name__} does not support sparse gradients; "
+                "use sparse=False in the layer, or torch.optim.SparseAdam"
+            )
+        if g.device != p.device:
+            raise RuntimeError(
+                f"{type(self).__name__}: a parameter is on {p.device} and its gradient on "
+                f"{g.device}; move the model before constructing the optimizer"
+            )
+        return g if g.is_contiguous() else g.contiguous()
+
+    def _slot(self, p: Tensor, work: Tensor, group: Mapping[str, Any], keys: list[str]) -> Slot:
+        state = self.state[p]
+        if len(state) < len(keys) or "step" not in state:
+            self._init_state(p, group, state)
+        moments = tuple(state[key] for key in keys)
+        eight = bool(keys) and moments[0].dtype == torch.uint8
+        absmax = tuple(state[f"{key}_absmax"] for key in keys) if eight else ()
+        layout = Layout.of(p.shape)
+        gnorm = state["gnorm_vec"] if group["percentile_clipping"] < 100 else None
+        return Slot(
+            p=work, g=self._gradient(p), moments=moments, absmax=absmax, step=state["step"],
+            rows=layout.rows, row=layout.row, numel=p.numel(), gnorm_vec=gnorm,
+        )  # fmt: skip
+
+    def _batches(
+        self,
+        index: int,
+        group: Mapping[str, Any],
+        written: list[Tensor],
+        staged: list[tuple[Tensor, Tensor]],
+    ) -> list[Batch]:
+        """One batch per device and engine for the parameters of a group that have a gradient."""
+        rule = self._rule(group)
+        keys = [moment.key for moment in rule.moments]
+        slots: dict[tuple[torch.device, str], list[Slot]] = {}
+        for p in group["params"]:
+            if p.grad is None:
+                continue
+            engine = dispatch.engine_for(p)
+            if group["fused"] and engine.name == "torch":
+                raise RuntimeError(f"fused=True, but the engine is 'torch': {engine.reason}")
+            work = p.detach()
+            if not p.is_contiguous():
+                work = work.contiguous()
+                staged.append((p, work))
+            slots.setdefault((p.device, engine.name), []).append(self._slot(p, work, group, keys))
+            written.append(p)
+        lr = group["lr"]
+        if isinstance(lr, Tensor) and lr.device.type == "cpu":
+            lr = float(lr)
+        hyper = {"lr": lr, "max_unorm": group["max_unorm"], **self._hyper(group)}
+        return [
+            Batch(
+                rule=rule, slots=batch, hyper=hyper, maximize=group["maximize"],
+                percentile=group["percentile_clipping"],
+                grad_scale=getattr(self, "grad_scale", None),
+                found_inf=getattr(self, "found_inf", None),
+                cache=self._caches.setdefault((index, *key), {}),
+            )
+            for key, batch in slots.items()
+        ]  # fmt: skip
