@@ -82,6 +82,12 @@ class Rule:
         return tuple(names)
 
 
+@gives("g_sq")
+def gradient_square(g):
+    """Term of ||g||^2, for percentile clipping."""
+    return g * g
+
+
 @gives("p_sq", "u_sq")
 def parameter_and_update_norms(p, u):
     """Terms of ||p||^2 and ||u||^2."""

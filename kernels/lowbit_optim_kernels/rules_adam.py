@@ -8,45 +8,48 @@ ADAM = (Moment("exp_avg", signed=True), Moment("exp_avg_sq", signed=False))
 AMSGRAD = (*ADAM, Moment("max_exp_avg_sq", signed=False))
 
 
-@gives("root", "floor", "shrink", "rate")
+@gives("gain1", "gain2", "root", "floor", "shrink", "rate")
 def prepare_adam(step, lr, beta1, beta2, eps, weight_decay, decoupled):
-    """Bias corrections, folded into the denominator: bc1 (sqrt(v / bc2) + eps) = root sqrt(v) + floor."""  # noqa: E501
+    """Bias corrections go into the denominator: bc1 (sqrt(v / bc2) + eps) = root sqrt(v) + floor.
+
+    1 - beta is taken in fp64: in fp32, 1 - 0.999 is off by 5e-5 of itself.
+    """
     bias1 = 1.0 - power(beta1, step)
     bias2 = 1.0 - power(beta2, step)
     shrink = 1.0 - decoupled * lr * weight_decay
-    return bias1 / sqrt(bias2), bias1 * eps, shrink, lr
+    return 1.0 - beta1, 1.0 - beta2, bias1 / sqrt(bias2), bias1 * eps, shrink, lr
 
 
 @gives("u", "exp_avg", "exp_avg_sq")
-def adam(p, g, exp_avg, exp_avg_sq, beta1, beta2, root, floor):
+def adam(p, g, exp_avg, exp_avg_sq, beta1, beta2, gain1, gain2, root, floor):
     """Kingma & Ba, arXiv:1412.6980, Alg. 1; with decoupled decay arXiv:1711.05101, Alg. 2."""
-    m = beta1 * exp_avg + (1.0 - beta1) * g
-    v = beta2 * exp_avg_sq + (1.0 - beta2) * g * g
+    m = beta1 * exp_avg + gain1 * g
+    v = beta2 * exp_avg_sq + gain2 * g * g
     return m / (root * sqrt(v) + floor), m, v
 
 
 @gives("u", "exp_avg", "exp_avg_sq")
-def adam_coupled(p, g, exp_avg, exp_avg_sq, beta1, beta2, root, floor, weight_decay):
+def adam_coupled(p, g, exp_avg, exp_avg_sq, beta1, beta2, gain1, gain2, root, floor, weight_decay):
     """Adam with the decay added to the gradient (L2 regularization)."""
-    return adam(p, g + weight_decay * p, exp_avg, exp_avg_sq, beta1, beta2, root, floor)
+    return adam(p, g + weight_decay * p, exp_avg, exp_avg_sq, beta1, beta2, gain1, gain2, root, floor)
 
 
 @gives("u", "exp_avg", "exp_avg_sq", "max_exp_avg_sq")
-def amsgrad(p, g, exp_avg, exp_avg_sq, max_exp_avg_sq, beta1, beta2, root, floor):
+def amsgrad(p, g, exp_avg, exp_avg_sq, max_exp_avg_sq, beta1, beta2, gain1, gain2, root, floor):
     """Reddi, Kale, Kumar, arXiv:1904.09237, Alg. 2, as in torch.optim."""
-    m = beta1 * exp_avg + (1.0 - beta1) * g
-    v = beta2 * exp_avg_sq + (1.0 - beta2) * g * g
+    m = beta1 * exp_avg + gain1 * g
+    v = beta2 * exp_avg_sq + gain2 * g * g
     largest = maximum(max_exp_avg_sq, v)
     return m / (root * sqrt(largest) + floor), m, v, largest
 
 
 @gives("u", "exp_avg", "exp_avg_sq", "max_exp_avg_sq")
 def amsgrad_coupled(
-    p, g, exp_avg, exp_avg_sq, max_exp_avg_sq, beta1, beta2, root, floor, weight_decay
+    p, g, exp_avg, exp_avg_sq, max_exp_avg_sq, beta1, beta2, gain1, gain2, root, floor, weight_decay
 ):
     """AMSGrad with the decay added to the gradient."""
     d = g + weight_decay * p
-    return amsgrad(p, d, exp_avg, exp_avg_sq, max_exp_avg_sq, beta1, beta2, root, floor)
+    return amsgrad(p, d, exp_avg, exp_avg_sq, max_exp_avg_sq, beta1, beta2, gain1, gain2, root, floor)
 
 
 def adam_rule(use_amsgrad: bool, coupled: bool, cap: bool) -> Rule:

@@ -1,0 +1,355 @@
+"""The Numba engine's template: the text of the module that it writes for one rule.
+
+Scalar functions of the rule run on fp64, one call per tensor. Element functions run on vectors of
+16 fp32 lanes (`numba_vector`). Everything is addressed by int64 addresses from a table, so that one
+call steps any number of tensors:
+
+    address   int64   (tensors, ...)  p, g, step, moments..., absmax..., gnorm_vec
+    geometry  int64   (tensors, 4)    rows, row, blocks per row, global numel
+    scalars   float64 (tensors, ...)  gscale, then what the rule's scalar functions give
+    chunks    int64   (chunks, 3)     tensor, first block, number of blocks
+    partial   float64 (chunks, ...)   sums of a reduction's terms over one chunk
+
+A block is 256 elements; a short one goes through zero-padded scratch memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from .dynamic8 import ZERO_CODE
+from .lower import (
+    element_functions,
+    element_scalars,
+    functions_source,
+    hyper_names,
+    reads,
+    scalar_functions,
+)
+from .rules import Moment, Rule, gradient_square
+
+P, G, STEP, MOMENTS = 0, 1, 2, 3  # columns of `address`
+GSCALE, SCALARS = 0, 1  # columns of `scalars`
+SIZE = {"f32": 4, "bf16": 2, "f16": 2}
+SPARE = 1024  # bytes of scratch for one padded operand
+
+DRIVER = '@njit(cache=True, nogil=True, error_model="numpy")'
+INNER = '@njit(nogil=True, error_model="numpy")'
+
+
+def _lines(text: str, spaces: int = 0) -> list[str]:
+    return [" " * spaces + line for line in text.splitlines()]
+
+
+def _call(fn: Callable) -> str:
+    return f"{', '.join(fn.gives)} = {fn.__name__}({', '.join(reads(fn))})"
+
+
+def scalar_module(rule: Rule) -> str:
+    """Text of the module with the rule's per-tensor arithmetic: `begin`, `combine_0`, ..."""
+    parts = [
+        "from lowbit_optim_kernels.numba_scalar import *",
+        functions_source(scalar_functions(rule), INNER),
+        _scalar_driver(rule, "begin", "gscale, live", rule.prepare, {}),
+    ]
+    for k, phase in enumerate(rule.phases):
+        sums = {name: f"sums[t, {i}]" for i, name in enumerate(phase.terms.gives)}
+        parts.append(_scalar_driver(rule, f"combine_{k}", "sums", phase.combine, sums))
+    return "\n\n\n".join(parts) + "\n"
+
+
+def _scalar_driver(
+    rule: Rule, name: str, arguments: str, fn: Callable, known: dict[str, str]
+) -> str:
+    """A loop over tensors that loads what `fn` reads, calls it and stores what it gives."""
+    hyper, columns = hyper_names(rule), rule.scalars()
+    body = []
+    if name == "begin":
+        body += [f"count_step(address[t, {STEP}], live)", f"scalars[t, {GSCALE}] = gscale"]
+    for read in reads(fn):
+        if read in known:
+            source = known[read]
+        elif read == "step":
+            source = f"read_step(address[t, {STEP}])"
+        elif read == "numel":
+            source = "float(geometry[t, 3])"
+        elif read in columns:
+            source = f"scalars[t, {SCALARS + columns.index(read)}]"
+        else:
+            source = f"hyper[{hyper.index(read)}]"
+        body.append(f"{read} = {source}")
+    body.append(_call(fn))
+    body += [f"scalars[t, {SCALARS + columns.index(given)}] = {given}" for given in fn.gives]
+    head = [
+        DRIVER,
+        f"def {name}(address, geometry, hyper, scalars, {arguments}):",
+        "    for t in range(address.shape[0]):",
+    ]
+    return "\n".join(head + [" " * 8 + line for line in body])
+
+
+def element_module(rule: Rule, p_kind: str, g_kind: str, bits: int) -> str:
+    """Text of the module with the rule's passes over elements: ``update`, `reduce_0`, ....
+
+    Args:
+        rule: the rule.
+        p_kind, g_kind: "f32", "bf16" or "f16", how parameter and gradient are stored.
+        bits: 8 or 32, how moments are stored.
+    """
+    writer = _ElementWriter(rule, p_kind, g_kind, bits)
+    parts = [
+        "from lowbit_optim_kernels.numba_element import *",
+        functions_source((*element_functions(rule), gradient_square), INNER, literal="f32"),
+    ]
+    for k, phase in enumerate(rule.phases):
+        parts += writer.reduction(f"reduce_{k}", phase.terms)
+    parts += writer.reduction("reduce_clip", gradient_square)
+    return "\n\n\n".join(parts + writer.update()) + "\n"
+
+
+class _ElementWriter:
+    """Writes the element passes of one rule for given storage kinds."""
+
+    def __init__(self, rule: Rule, p_kind: str, g_kind: str, bits: int) -> None:
+        self.rule, self.moments, self.bits = rule, rule.moments, bits
+        self.p_kind, self.g_kind = p_kind, g_kind
+
+    def update(self) -> list[str]:
+        """The pass that writes parameters and moments."""
+        body = [
+            _call(self.rule.direction),
+            f"store_{self.p_kind}(p_at + {SIZE[self.p_kind]} * j, rounded(shrink, p) - rate * u)",
+        ]
+        before, after = [], []
+        if self.bits == 8 and self.moments:
+            body.append(f"ok = {' & '.join(f'finite({m.key})' for m in self.moments)}")
+            for k, m in enumerate(self.moments):
+                body += [
+                    f"{m.key} = where(ok, {m.key}, splat(f32(0.0)))",
+                    f"top_{m.key} = maximum(top_{m.key}, abs({m.key}))",
+                    f"store_f32(scratch + {SPARE * k} + 4 * j, {m.key})",
+                ]
+                before.append(f"top_{m.key} = splat(f32(0.0))")
+                after += [
+                    f"largest = highest(top_{m.key})",
+                    f"write_f32(absmax_{m.key}, largest)",
+                    f"encode_{_kind(m)}(scratch + {SPARE * k}, largest, at_{m.key}, n)",
+                ]
+        else:
+            body += [f"store_f32(at_{m.key} + 4 * j, {m.key})" for m in self.moments]
+        functions = [self.rule.direction]
+        scalars = element_scalars(self.rule, functions)
+        scalars += [name for name in ("shrink", "rate") if name not in scalars]
+        block = self._block("update_block", scalars, functions, body, before, after)
+        return [block, self._driver("update", scalars, functions, None)]
+
+    def reduction(self, name: str, terms_of: Callable) -> list[str]:
+        """The pass `name` that sums the terms of a function over each chunk.
+
+        A rule's terms are summed over finite elements only: one bad gradient must not spoil the
+        norm of its tensor. The norm of percentile clipping is taken as it is.
+        """
+        functions = [terms_of]
+        body = []
+        if "u" in reads(terms_of):
+            functions.append(self.rule.direction)
+            body.append(_call(self.rule.direction))
+        terms = terms_of.gives
+        body.append(_call(terms_of))
+        keep = "" if terms_of is gradient_square else "only_finite"
+        body += [f"sum_{term} = sum_{term} + {keep}({term})" for term in terms]
+        before = [f"sum_{term} = splat(f32(0.0))" for term in terms]
+        after = [f"return {', '.join(f'total(sum_{term})' for term in terms)}"]
+        scalars = element_scalars(self.rule, functions)
+        block = self._block(f"{name}_block", scalars, functions, body, before, after)
+        return [block, self._driver(name, scalars, functions, terms)]
+
+    def _reads_state(self, functions: list[Callable]) -> bool:
+        keys = {moment.key for moment in self.moments}
+        return any(keys & set(reads(fn)) for fn in functions)
+
+    def _reads_gradient(self, functions: list[Callable]) -> bool:
+        return any("g" in reads(fn) for fn in functions)
+
+    def _arguments(self, functions: list[Callable]) -> list[str]:
+        """Addresses that a block function takes."""
+        names = ["p_at", "g_at"]
+        if self._reads_state(functions):
+            names += [f"at_{m.key}" for m in self.moments]
+            if self.bits == 8:
+                names += [f"absmax_{m.key}" for m in self.moments]
+        return names
+
+    def _block(
+        self, name: str, scalars: list[str], functions: list[Callable], body: list[str],
+        before: list[str], after: list[str],
+    ) -> str:  # fmt: skip
+        """A function over one block of n elements, a multiple of 64: four vectors at a time."""
+        state, eight = self._reads_state(functions), self.bits == 8
+        arguments = [*self._arguments(functions), "n", "scratch", "gscale", *scalars]
+        arguments_read = {read for fn in functions for read in reads(fn)}
+        arguments_read |= {"p"} if name == "update_block" else set()
+        lines = [INNER, f"def {name}({', '.join(arguments)}):"]
+        if state and eight:
+            lines += [f"    scale_{m.key} = read_f32(absmax_{m.key})" for m in self.moments]
+        lines += _lines("\n".join(before), 4)
+        lines.append("    for i in range(0, n, 64):")
+        if state and eight:
+            for m in self.moments:
+                four = ", ".join(f"{m.key}_{k}" for k in range(4))
+                lines.append(f"        {four} = decode_{_kind(m)}_64(at_{m.key} + i)")
+        for k in range(4):
+            vector = [f"j = i + {16 * k}"]
+            if "p" in arguments_read:
+                vector.append(f"p = load_{self.p_kind}(p_at + {SIZE[self.p_kind]} * j)")
+            if self._reads_gradient(functions):
+                load = f"load_{self.g_kind}(g_at + {SIZE[self.g_kind]} * j)"
+                vector.append(f"g = {load} * gscale")
+            for m in self.moments if state else ():
+                load = f"{m.key}_{k} * scale_{m.key}" if eight else f"load_f32(at_{m.key} + 4 * j)"
+                vector.append(f"{m.key} = {load}")
+            lines += _lines("\n".join(vector + body), 8)
+        return "\n".join(lines + _lines("\n".join(after), 4))
+
+    def _driver(
+        self, name: str, scalars: list[str], functions: list[Callable], terms: tuple | None
+    ) -> str:
+        """What the threads call: the blocks of chunks lo..hi."""
+        hyper, columns = hyper_names(self.rule), self.rule.scalars()
+        lines = [f"scratch = stack({SPARE * max(1, len(self.moments))})"]
+        lines += [f"spare = stack({SPARE * (2 + len(self.moments))})"]
+        lines += ["for c in range(lo, hi):", "    t = chunks[c, 0]"]
+        lines += [f"    gscale = f32(scalars[t, {GSCALE}])"]
+        for s in scalars:
+            column = f"scalars[t, {SCALARS + columns.index(s)}]" if s in columns else ""
+            lines.append(f"    {s} = f32({column or f'hyper[{hyper.index(s)}]'})")
+        lines += ["    row, per_row = geometry[t, 1], geometry[t, 2]"]
+        lines += [f"    sum_{term} = 0.0" for term in terms or ()]
+        lines += [
+            "    for b in range(chunks[c, 1], chunks[c, 1] + chunks[c, 2]):",
+            "        column = b % per_row * 256",
+            "        first = b // per_row * row + column",
+            "        size = min(row - column, 256)",
+            "        n = (size + 63) // 64 * 64",
+        ]
+        homes, enters, leaves = self._operands(functions, writes=terms is None)
+        call = f"{name}_block({', '.join(self._arguments(functions))}, n, scratch, gscale"
+        call += "".join(f", {s}" for s in scalars) + ")"
+        if terms is not None:
+            call = f"{', '.join(f'term_{term}' for term in terms)} = {call}"
+        lines += _lines("\n".join([*homes, *enters, call, *leaves]), 8)
+        for i, term in enumerate(terms or ()):
+            lines.append(f"        sum_{term} += term_{term}")
+        lines += [f"    partial[c, {i}] = sum_{term}" for i, term in enumerate(terms or ())]
+        last = ", partial" if terms is not None else ""
+        head = f"def {name}(lo, hi, address, geometry, chunks, hyper, scalars{last}):"
+        return "\n".join([DRIVER, head, *_lines("\n".join(lines), 4)])
+
+    def _operands(self, functions: list[Callable], writes: bool) -> tuple[list[str], ...]:
+        """Addresses of a block's operands; copies into scratch and back where it is short."""
+        operands = [("p", f"address[t, {P}]", SIZE[self.p_kind], 0, writes)]
+        operands.append(("g", f"address[t, {G}]", SIZE[self.g_kind], 0, False))
+        homes, enters, leaves = [], [], []
+        if self._reads_state(functions):
+            for k, m in enumerate(self.moments):
+                pad = ZERO_CODE[m.signed] if self.bits == 8 else 0
+                column = f"address[t, {MOMENTS + k}]"
+                operands.append((m.key, column, 1 if self.bits == 8 else 4, pad, writes))
+                if self.bits == 8:
+                    column = f"address[t, {MOMENTS + len(self.moments) + k}]"
+                    homes.append(f"absmax_{m.key} = {column} + 4 * b")
+        for k, (name, column, size, pad, written) in enumerate(operands):
+            at = f"{name}_at" if name in "pg" else f"at_{name}"
+            homes.append(f"home_{name} = {column} + {size} * first")
+            enters.append(f"{at} = enter(home_{name}, spare + {SPARE * k}, size, n, {size}, {pad})")
+            if written:
+                leaves.append(f"leave(home_{name}, {at}, size, {size})")
+        return homes, enters, leaves
+
+
+def _kind(moment: Moment) -> str:
+    return "s" if moment.signed else "u"
+
+
+def _codec_functions(name: str, kind: str, pad: int) -> str:
+    return f'''
+{DRIVER}
+def quantize_{name}(lo, hi, row, x_at, codes_at, absmax_at):
+    scratch, spare = stack(1024), stack(2048)
+    per_row = (row + 255) // 256
+    for b in range(lo, hi):
+        column = b % per_row * 256
+        first = b // per_row * row + column
+        size = min(row - column, 256)
+        n = (size + 63) // 64 * 64
+        x = enter(x_at + 4 * first, spare, size, n, 4, 0)
+        top = splat(f32(0.0))
+        for j in range(0, n, 16):
+            v = only_finite(load_f32(x + 4 * j))
+            top = maximum(top, abs(v))
+            store_f32(scratch + 4 * j, v)
+        largest = highest(top)
+        write_f32(absmax_at + 4 * b, largest)
+        codes = enter(codes_at + first, spare + 1024, size, n, 1, {pad})
+        encode_{kind}(scratch, largest, codes, n)
+        leave(codes_at + first, codes, size, 1)
+
+
+{DRIVER}
+def dequantize_{name}(lo, hi, row, x_at, codes_at, absmax_at):
+    spare = stack(2048)
+    per_row = (row + 255) // 256
+    for b in range(lo, hi):
+        column = b % per_row * 256
+        first = b // per_row * row + column
+        size = min(row - column, 256)
+        n = (size + 63) // 64 * 64
+        codes = enter(codes_at + first, spare, size, n, 1, {pad})
+        x = x_at + 4 * first if size == n else spare + 1024
+        scale = read_f32(absmax_at + 4 * b)
+        for i in range(0, n, 64):
+            v0, v1, v2, v3 = decode_{kind}_64(codes + i)
+            store_f32(x + 4 * i, v0 * scale)
+            store_f32(x + 4 * i + 64, v1 * scale)
+            store_f32(x + 4 * i + 128, v2 * scale)
+            store_f32(x + 4 * i + 192, v3 * scale)
+        leave(x_at + 4 * first, x, size, 4)
+'''
+
+
+SHARED = f"""\
+import math
+
+import numpy as np
+
+from lowbit_optim_kernels.numba_element import *
+
+
+{DRIVER}
+def add_up(chunks, partial, sums):
+    for c in range(chunks.shape[0]):
+        for k in range(sums.shape[1]):
+            sums[chunks[c, 0], k] += partial[c, k]
+
+
+{DRIVER}
+def clip(address, scalars, sums, percentile, live):
+    last = address.shape[1] - 1
+    sorted_squares = np.empty(100, np.float32)
+    for t in range(address.shape[0]):
+        square = f32(sums[t, 0])
+        if not (live and math.isfinite(square)):
+            continue
+        at = address[t, last]
+        slot = int(read_f32(address[t, {STEP}])) % 100
+        fresh = read_f32(at) < 0.0
+        for k in range(100):
+            if fresh or k == slot:
+                write_f32(at + 4 * k, square)
+            sorted_squares[k] = read_f32(at + 4 * k)
+        sorted_squares.sort()
+        limit, norm = math.sqrt(sorted_squares[percentile]), math.sqrt(square)
+        if norm > limit:
+            scalars[t, {GSCALE}] *= limit / norm
+{_codec_functions("signed", "s", 127)}
+{_codec_functions("unsigned", "u", 0)}"""

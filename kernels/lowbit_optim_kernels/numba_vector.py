@@ -1,0 +1,249 @@
+"""A vector of 16 fp32 lanes as a Numba type, so that a rule compiles to explicit vector code.
+
+`F` is the vector and `M` the mask that comparing vectors gives. A rule written for numbers runs on
+`F` unchanged: + - * / and comparisons, `sqrt`, `where`, `abs`, `sign`, `maximum`, `minimum` are
+defined here in LLVM's generic vector instructions, which LLVM splits on machines with narrower
+registers. A scalar operand is spread over the lanes.
+
+Left to itself the auto-vectorizer gives up on a loop that decodes, updates and encodes: it would
+have to prove that the codes do not overlap the parameters.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable
+
+import llvmlite.binding as llvm
+from llvmlite import ir
+from numba.core import cgutils, config, types
+from numba.core.imputils import lower_builtin, lower_cast
+from numba.core.typeconv import Conversion
+from numba.core.typing.templates import AbstractTemplate, infer_global, signature
+from numba.extending import intrinsic, models, register_model
+
+LANES = 16
+f32, f64 = ir.FloatType(), ir.DoubleType()
+i1, i8, i16, i32, i64 = (ir.IntType(bits) for bits in (1, 8, 16, 32, 64))
+# Contraction to fused multiply-add and freedom over the sign of zero; NaN and infinity keep meaning.
+FLAGS = ("contract", "nsz")
+
+
+def vector(element: ir.Type, lanes: int = LANES) -> ir.VectorType:
+    """An LLVM vector type."""
+    return ir.VectorType(element, lanes)
+
+
+def host_features() -> set[str]:
+    """CPU features that Numba compiles for; NUMBA_CPU_NAME and NUMBA_CPU_FEATURES win."""
+    if config.CPU_FEATURES is not None:
+        return {name[1:] for name in config.CPU_FEATURES.split(",") if name.startswith("+")}
+    if config.CPU_NAME not in (None, "host"):
+        return set()  # a named CPU without a list of features: assume nothing
+    return {name for name, present in llvm.get_host_cpu_features().items() if present}
+
+
+class VectorType(types.Type):
+    """Numba's side of a vector type."""
+
+    def __init__(self, name: str, element: ir.Type) -> None:
+        self.element = element
+        super().__init__(name=name)
+
+    def can_convert_from(self, typingctx, other):  # noqa: ANN001, ANN201  Numba's protocol
+        if self is F and isinstance(other, (types.Float, types.Integer)):
+            return Conversion.safe
+        return None
+
+
+F = VectorType("f32x16", f32)
+M = VectorType("mask16", i1)
+
+
+@register_model(VectorType)
+class _VectorModel(models.PrimitiveModel):
+    def __init__(self, manager, numba_type) -> None:  # noqa: ANN001  Numba's protocol
+        super().__init__(manager, numba_type, vector(numba_type.element))
+
+
+def constant(element: ir.Type, values) -> ir.Constant:  # noqa: ANN001  any sequence of numbers
+    """A constant vector."""
+    cast = float if element is f32 else int
+    return ir.Constant(vector(element, len(values)), [cast(value) for value in values])
+
+
+def fill(element: ir.Type, value: float, lanes: int = LANES) -> ir.Constant:
+    """A constant vector of equal lanes."""
+    return constant(element, [value] * lanes)
+
+
+def spread(builder: ir.IRBuilder, x: ir.Value, lanes: int = LANES) -> ir.Value:
+    """A vector whose lanes are all x."""
+    undefined = ir.Constant(vector(x.type, lanes), ir.Undefined)
+    one = builder.insert_element(undefined, x, ir.Constant(i32, 0))
+    return builder.shuffle_vector(one, undefined, fill(i32, 0, lanes))
+
+
+def shuffle(builder: ir.IRBuilder, x: ir.Value, y: ir.Value, index) -> ir.Value:  # noqa: ANN001
+    """Lanes of x and y by a constant index."""
+    return builder.shuffle_vector(x, y, constant(i32, list(index)))
+
+
+def call(builder: ir.IRBuilder, name: str, returns: ir.Type, *arguments: ir.Value) -> ir.Value:
+    """Call an LLVM intrinsic."""
+    kind = ir.FunctionType(returns, [argument.type for argument in arguments])
+    return builder.call(cgutils.get_or_insert_function(builder.module, kind, name), arguments)
+
+
+def fabs(builder: ir.IRBuilder, x: ir.Value) -> ir.Value:
+    """|x| of a vector."""
+    return call(builder, "llvm.fabs.v16f32", vector(f32), x)
+
+
+def pointer(builder: ir.IRBuilder, address: ir.Value, element: ir.Type) -> ir.Value:
+    """An address as a pointer."""
+    return builder.inttoptr(address, element.as_pointer())
+
+
+@lower_cast(types.Float, F)
+@lower_cast(types.Integer, F)
+def _spread_scalar(context, builder, source, target, value):  # noqa: ANN001, ANN202
+    return spread(builder, context.cast(builder, value, source, types.float32))
+
+
+def _is_operand(kind: types.Type) -> bool:
+    return kind is F or isinstance(kind, (types.Float, types.Integer))
+
+
+def _binary(op: Callable, emit: Callable, returns: VectorType = F, operand: VectorType = F) -> None:
+    class Template(AbstractTemplate):
+        def generic(self, args, kws):  # noqa: ANN001, ANN202  Numba's protocol
+            if len(args) != 2 or not any(kind is operand for kind in args):
+                return None
+            fits = _is_operand if operand is F else (lambda kind: kind is operand)
+            return signature(returns, operand, operand) if all(map(fits, args)) else None
+
+    infer_global(op)(Template)
+
+    @lower_builtin(op, operand, operand)
+    def lower(context, builder, signature_, args):  # noqa: ANN001, ANN202
+        return emit(builder, *args)
+
+
+_binary(operator.add, lambda b, x, y: b.fadd(x, y, flags=FLAGS))
+_binary(operator.sub, lambda b, x, y: b.fsub(x, y, flags=FLAGS))
+_binary(operator.mul, lambda b, x, y: b.fmul(x, y, flags=FLAGS))
+_binary(operator.truediv, lambda b, x, y: b.fdiv(x, y, flags=FLAGS))
+_binary(operator.gt, lambda b, x, y: b.fcmp_ordered(">", x, y), M)
+_binary(operator.lt, lambda b, x, y: b.fcmp_ordered("<", x, y), M)
+_binary(operator.ge, lambda b, x, y: b.fcmp_ordered(">=", x, y), M)
+_binary(operator.le, lambda b, x, y: b.fcmp_ordered("<=", x, y), M)
+_binary(operator.eq, lambda b, x, y: b.fcmp_ordered("==", x, y), M)
+_binary(operator.ne, lambda b, x, y: b.fcmp_unordered("!=", x, y), M)
+_binary(operator.and_, lambda b, x, y: b.and_(x, y), M, M)
+_binary(operator.or_, lambda b, x, y: b.or_(x, y), M, M)
+
+
+@intrinsic
+def rounded(typing, x, y):
+    """The product x y, rounded before it enters a sum, as torch.optim's decay of p is."""
+    return F(F, F), lambda c, b, s, a: b.fmul(*a)
+
+
+@infer_global(operator.neg)
+class _Negative(AbstractTemplate):
+    def generic(self, args, kws):  # noqa: ANN001, ANN202  Numba's protocol
+        return signature(F, F) if args == (F,) else None
+
+
+@lower_builtin(operator.neg, F)
+def _negate(context, builder, signature_, args):  # noqa: ANN001, ANN202
+    return builder.fneg(args[0])
+
+
+@intrinsic
+def sqrt(typing, x):
+    """Square root of each lane."""
+    return F(F), lambda c, b, s, a: call(b, "llvm.sqrt.v16f32", vector(f32), a[0])
+
+
+@intrinsic
+def absolute(typing, x):
+    """Magnitude of each lane."""
+    return F(F), lambda c, b, s, a: fabs(b, a[0])
+
+
+@intrinsic
+def maximum(typing, x, y):
+    """The larger of each pair; y where one is NaN."""
+    return F(F, F), lambda c, b, s, a: b.select(b.fcmp_ordered(">", a[0], a[1]), a[0], a[1])
+
+
+@intrinsic
+def minimum(typing, x, y):
+    """The smaller of each pair; y where one is NaN."""
+    return F(F, F), lambda c, b, s, a: b.select(b.fcmp_ordered("<", a[0], a[1]), a[0], a[1])
+
+
+@intrinsic
+def where(typing, mask, x, y):
+    """Lanes of x where the mask is true, of y elsewhere."""
+    return F(M, F, F), lambda c, b, s, a: b.select(*a)
+
+
+@intrinsic
+def sign(typing, x):
+    """-1, 0 or 1 by the sign of each lane; NaN gives 0."""
+
+    def emit(context, b, signature_, args):
+        zero, one, minus = fill(f32, 0.0), fill(f32, 1.0), fill(f32, -1.0)
+        negative = b.select(b.fcmp_ordered("<", args[0], zero), minus, zero)
+        return b.select(b.fcmp_ordered(">", args[0], zero), one, negative)
+
+    return F(F), emit
+
+
+@intrinsic
+def splat(typing, x):
+    """A vector whose lanes are all x."""
+    return F(types.float32), lambda c, b, s, a: spread(b, a[0])
+
+
+@intrinsic
+def finite(typing, x):
+    """Mask of lanes that are neither NaN nor infinite."""
+
+    def emit(context, b, signature_, args):
+        return b.fcmp_ordered("<", fabs(b, args[0]), fill(f32, float("inf")))
+
+    return M(F), emit
+
+
+def _fold(b: ir.IRBuilder, x: ir.Value, join: Callable) -> ir.Value:
+    lanes = LANES
+    while lanes > 1:
+        lanes //= 2
+        low = shuffle(b, x, x, range(lanes))
+        x = join(low, shuffle(b, x, x, range(lanes, 2 * lanes)))
+    return b.extract_element(x, ir.Constant(i32, 0))
+
+
+@intrinsic
+def highest(typing, x):
+    """The largest lane."""
+
+    def emit(context, b, signature_, args):
+        return _fold(b, args[0], lambda p, q: b.select(b.fcmp_ordered(">", p, q), p, q))
+
+    return types.float32(F), emit
+
+
+@intrinsic
+def total(typing, x):
+    """The sum of the lanes, in fp64 and in a fixed order."""
+
+    def emit(context, b, signature_, args):
+        wide = b.fpext(args[0], vector(f64))
+        return _fold(b, wide, lambda p, q: b.fadd(p, q))
+
+    return types.float64(F), emit
