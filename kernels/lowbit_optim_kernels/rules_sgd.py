@@ -87,10 +87,10 @@ def trust_ratio(
     wd = where(skip_wd == 1.0, 0.0, weight_decay)
     bare = degenerate & (zero_norm == ZERO_SKIP_WD)
     clipped = where(lr == 0.0, 1.0, minimum(tau / where(lr == 0.0, 1.0, lr), 1.0))
-    tau = where((trust_clip == 1.0) & (bare == False), clipped, tau)  # noqa: E712  elementwise
+    tau = where(trust_clip == 1.0, where(bare, tau, clipped), tau)
     off = (adapt == 1.0) & (weight_decay == 0.0)
     tau = where(off, 1.0, tau)
-    wd = where(bare & (off == False), 0.0, wd)  # noqa: E712  elementwise, not identity
+    wd = where(bare, where(off, wd, 0.0), wd)
     inner = where(scale_at == AT_GRAD, tau, where(scale_at == AT_LR, lr * tau, 1.0))
     rate = where(scale_at == AT_GRAD, lr, where(scale_at == AT_LR, 1.0, lr * tau))
     return inner, rate, wd
