@@ -6,9 +6,10 @@ from collections.abc import Mapping
 from functools import lru_cache
 from typing import Any
 
+from torch import Tensor
+
 from lowbit_optim_kernels.rules import Rule
 from lowbit_optim_kernels.rules_adam import adam_rule
-from torch import Tensor
 
 from . import _checks
 from ._optimizer import LowBitOptimizer
@@ -152,7 +153,8 @@ class AdamW(Adam):
         >>> optimizer = AdamW8bit(model.parameters(), lr=1e-3, weight_decay=0.1)
 
     Reference:
-        Loshchilov, Hutter, "Decoupled Weight Decay Regularization", arXiv:1711.05101 (2017), Alg. 2.
+        Loshchilov, Hutter, "Decoupled Weight Decay Regularization", arXiv:1711.05101
+        (2017), Alg. 2.
 
     Where it differs: the decay is applied before the update, as torch.optim.AdamW does.
     """

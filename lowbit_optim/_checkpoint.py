@@ -7,9 +7,10 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
+from torch import Tensor
+
 from lowbit_optim_kernels.dynamic8 import Layout
 from lowbit_optim_kernels.rules import Moment
-from torch import Tensor
 
 from ._codec import dequantize_blockwise, quantize_blockwise
 

@@ -1,4 +1,4 @@
-"""Argument checks shared by the front-ends; each names the argument, its value and what is allowed."""
+"""Argument checks of the front-ends: each names the argument, its value and what is allowed."""
 
 from __future__ import annotations
 
@@ -9,7 +9,9 @@ from typing import Any
 import torch
 
 
-def number(name: str, value: Any, low: float, high: float = math.inf, open_high: bool = False) -> None:
+def number(
+    name: str, value: Any, low: float, high: float = math.inf, open_high: bool = False
+) -> None:
     """Refuse what is not a finite number in [low, high] (or [low, high))."""
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         raise TypeError(f"{name} must be a number, got {value!r}")

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import torch
+from torch import Tensor
+
 from lowbit_optim_kernels.dispatch import engine_for, load_engine
 from lowbit_optim_kernels.dynamic8 import Layout
-from torch import Tensor
 
 
 @torch.no_grad()

@@ -7,9 +7,10 @@ from collections.abc import Mapping
 from functools import lru_cache
 from typing import Any
 
+from torch import Tensor
+
 from lowbit_optim_kernels import rules_sgd
 from lowbit_optim_kernels.rules import Rule
-from torch import Tensor
 
 from . import _checks
 from ._optimizer import LowBitOptimizer

@@ -6,12 +6,13 @@ from collections.abc import Callable, Mapping
 from typing import Any, ClassVar, overload
 
 import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
 from lowbit_optim_kernels import dispatch
 from lowbit_optim_kernels.dynamic8 import ZERO_CODE, Layout
 from lowbit_optim_kernels.plan import GNORM_HISTORY, Batch, Slot
 from lowbit_optim_kernels.rules import Rule
-from torch import Tensor
-from torch.optim import Optimizer
 
 from . import _checkpoint, _checks
 

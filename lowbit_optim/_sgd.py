@@ -6,9 +6,10 @@ from collections.abc import Mapping
 from functools import lru_cache
 from typing import Any
 
+from torch import Tensor
+
 from lowbit_optim_kernels.rules import Rule
 from lowbit_optim_kernels.rules_sgd import sgd
-from torch import Tensor
 
 from . import _checks
 from ._optimizer import LowBitOptimizer

@@ -44,11 +44,9 @@ def fixed_bits(base: T, bits: int, keep_argument: bool = False) -> T:
                 f"optim_bits must be {bits} for {name}, got {asked!r}; use {base.__name__}, "
                 "or a parameter group's optim_bits"
             )
-        arguments = given.get("args")
-        if getattr(arguments, "optim_bits", bits) != bits:
-            raise ValueError(
-                f"args.optim_bits must be {bits} for {name}, got {arguments.optim_bits!r}"
-            )
+        replaced = getattr(given.get("args"), "optim_bits", bits)
+        if replaced != bits:
+            raise ValueError(f"args.optim_bits must be {bits} for {name}, got {replaced!r}")
         super(made, self).__init__(**given, optim_bits=bits)
 
     __init__.__signature__ = signature  # type: ignore[attr-defined]

@@ -14,8 +14,9 @@ import os
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache
 from types import TracebackType
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -35,7 +36,7 @@ class EngineChoice:
     reason: str
 
 
-@lru_cache(maxsize=None)
+@cache
 def _installed(module: str) -> bool:
     try:
         return importlib.util.find_spec(module) is not None
@@ -82,7 +83,7 @@ def _checked(name: str, source: str) -> str:
     return name
 
 
-class use_engine:  # noqa: N801  used like torch.set_grad_enabled, as a call and as a context
+class use_engine:
     """Choose the engine for all tensors of this process; also a context manager that restores.
 
     Args:
@@ -122,7 +123,7 @@ def _request() -> tuple[str, str]:
     return _checked(os.environ.get(VARIABLE, "auto"), VARIABLE), VARIABLE
 
 
-@lru_cache(maxsize=None)
+@cache
 def _resolve(asked: str, source: str, device: torch.device, dtype: torch.dtype) -> EngineChoice:
     if asked != "auto":
         refusal = _REFUSES[asked](device, dtype)
@@ -160,12 +161,14 @@ def engine_for(tensor: Tensor) -> EngineChoice:
     return _resolve(*_request(), tensor.device, tensor.dtype)
 
 
-def load_engine(name: str):  # noqa: ANN201  a module
+def load_engine(name: str) -> Any:
     """The engine's module; Numba and Triton are imported when first needed."""
     return importlib.import_module(f"lowbit_optim_kernels.engine_{name}")
 
 
-def step(batches: Sequence[Batch], all_reduce: Callable[[list[Tensor]], None] | None = None) -> None:
+def step(
+    batches: Sequence[Batch], all_reduce: Callable[[list[Tensor]], None] | None = None
+) -> None:
     """Step batches; every batch's slots share a device and an engine.
 
     Args:

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache
 
 import torch
 from torch import Tensor
@@ -28,7 +28,7 @@ ROW_LAYOUT_MIN = 64  # rows shorter than this would waste most of a block
 ZERO_CODE = {True: 127, False: 0}
 
 
-@lru_cache(maxsize=None)
+@cache
 def _codebook(signed: bool) -> Tensor:
     values = []
     for i in range(7):
@@ -79,7 +79,7 @@ class Pieces:
     last: tuple[int, ...]
 
 
-@lru_cache(maxsize=None)
+@cache
 def pieces(signed: bool) -> Pieces:
     """Tables of the closed form; piece 0 is zero, 1..7 are the decades, 8 is exactly 1.0."""
     book = _codebook(signed).double().tolist()
@@ -99,7 +99,7 @@ def pieces(signed: bool) -> Pieces:
     return Pieces(tuple(threshold), (*inverse, 0.0), (*offset, float(top)), (*last, top))
 
 
-@lru_cache(maxsize=None)
+@cache
 def _tables(signed: bool, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, ...]:
     table = pieces(signed)
     # A threshold between two floats is rounded down, so that `a > threshold` stays exact in fp32.
@@ -111,7 +111,7 @@ def _tables(signed: bool, dtype: torch.dtype, device: torch.device) -> tuple[Ten
     return tuple(x.to(device) for x in made)
 
 
-@lru_cache(maxsize=None)
+@cache
 def codebook_on(signed: bool, dtype: torch.dtype, device: torch.device) -> Tensor:
     """The codebook as a tensor on a device, made once."""
     return _codebook(signed).to(device=device, dtype=dtype)

@@ -16,7 +16,7 @@ import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache
 from types import ModuleType
 
 import llvmlite
@@ -40,7 +40,7 @@ ALONE = 1 << 16  # elements; fewer are not worth waking a thread for
 _HELPERS = ("numba_codec", "numba_element", "numba_memory", "numba_scalar", "numba_vector")
 
 
-@lru_cache(maxsize=None)
+@cache
 def _depends() -> tuple[str, ...]:
     """What compiled code depends on beside its own text."""
     modules = [importlib.import_module(f".{name}", __package__) for name in _HELPERS]
@@ -48,18 +48,18 @@ def _depends() -> tuple[str, ...]:
     return (*versions, *map(inspect.getsource, modules))
 
 
-@lru_cache(maxsize=None)
+@cache
 def _scalars(rule: Rule) -> ModuleType:
     return import_source(f"{rule.name}_scalar", numba_source.scalar_module(rule), _depends())
 
 
-@lru_cache(maxsize=None)
+@cache
 def _elements(rule: Rule, p_kind: str, g_kind: str, bits: int) -> ModuleType:
     source = numba_source.element_module(rule, p_kind, g_kind, bits)
     return import_source(f"{rule.name}_{p_kind}_{g_kind}_{bits}", source, _depends())
 
 
-@lru_cache(maxsize=None)
+@cache
 def _shared() -> ModuleType:
     return import_source("shared", numba_source.SHARED, _depends())
 
@@ -264,7 +264,9 @@ def quantize(x: Tensor, signed: bool, rows: int, row: int, codes: Tensor, absmax
     _pool.run(lambda lo, hi: function(lo, hi, row, *at), blocks, threads)
 
 
-def dequantize(codes: Tensor, absmax: Tensor, signed: bool, rows: int, row: int, out: Tensor) -> None:
+def dequantize(
+    codes: Tensor, absmax: Tensor, signed: bool, rows: int, row: int, out: Tensor
+) -> None:
     """Write the values of codes (rows x row) with scales absmax into out."""
     blocks = rows * -(-row // BLOCK)
     wide = out if out.dtype == torch.float32 else torch.empty_like(out, dtype=torch.float32)

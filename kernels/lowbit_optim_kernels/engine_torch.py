@@ -9,19 +9,21 @@ from __future__ import annotations
 import inspect
 import types
 from collections.abc import Callable, Iterator
-from functools import lru_cache
+from functools import cache
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from .dynamic8 import BLOCK, ZERO_CODE, block_absmax, decode, encode
+from .dynamic8 import BLOCK, block_absmax, decode, encode
 from .plan import GNORM_HISTORY, Batch, Slot, clips, phase_count
+from .rules import RuleFunction
 
 NAME = "torch"
 SPAN = 1 << 16  # elements; small tensors are done in one piece
 
 
-def _where(condition, a, b):
+def _where(condition: Any, a: Any, b: Any) -> Any:
     if not isinstance(condition, Tensor):
         return a if condition else b
     if not isinstance(a, Tensor) and not isinstance(b, Tensor):
@@ -31,11 +33,11 @@ def _where(condition, a, b):
     return torch.where(condition, a, b)
 
 
-def _maximum(a, b):
+def _maximum(a: Any, b: Any) -> Any:
     return torch.maximum(a, b) if isinstance(b, Tensor) else a.clamp(min=b)
 
 
-def _minimum(a, b):
+def _minimum(a: Any, b: Any) -> Any:
     return torch.minimum(a, b) if isinstance(b, Tensor) else a.clamp(max=b)
 
 
@@ -56,8 +58,8 @@ PRIMITIVES = {
 }
 
 
-@lru_cache(maxsize=None)
-def bind(fn: Callable) -> tuple[Callable, tuple[str, ...], tuple[str, ...]]:
+@cache
+def bind(fn: RuleFunction) -> tuple[Callable, tuple[str, ...], tuple[str, ...]]:
     """A rule function over torch operators, the names it reads and the names it gives."""
     names = {
         name: value if not callable(value) else bind(value)[0]
@@ -68,7 +70,7 @@ def bind(fn: Callable) -> tuple[Callable, tuple[str, ...], tuple[str, ...]]:
     return bound, tuple(inspect.signature(fn).parameters), getattr(fn, "gives", ())
 
 
-def call(fn: Callable, values: dict) -> dict:
+def call(fn: RuleFunction, values: dict) -> dict:
     """Run a rule function on the names it reads; the names it gives, with their values."""
     bound, reads, gives = bind(fn)
     result = bound(*(values[name] for name in reads))
@@ -121,7 +123,7 @@ class TorchRun:
         self.device = batch.slots[0].p.device
         on_mps = self.device.type == "mps"  # which has no fp64
         self.scalar_dtype = torch.float32 if on_mps else torch.float64
-        self.values: dict[str, float | Tensor] = dict(batch.hyper)
+        self.values: dict[str, Any] = dict(batch.hyper)
 
     def begin(self) -> None:
         batch, slots = self.batch, self.batch.slots
@@ -169,8 +171,8 @@ class TorchRun:
 
     def _clip(self, squares: Tensor) -> Tensor:
         """Record ||g||^2 of each tensor and return the factors of percentile clipping."""
-        slots = self.batch.slots
-        history = torch.stack([slot.gnorm_vec for slot in slots])
+        vectors = [slot.gnorm_vec for slot in self.batch.slots if slot.gnorm_vec is not None]
+        history = torch.stack(vectors)
         squares = squares.float()
         index = torch.remainder(self.values["step"], GNORM_HISTORY).to(torch.int64)
         here = torch.arange(GNORM_HISTORY, device=self.device) == index[:, None]
@@ -179,7 +181,7 @@ class TorchRun:
             ok = ok & self.live
         record = ok[:, None] & (here | (history[:, :1] < 0))  # a fresh history is -1 throughout
         history = torch.where(record, squares[:, None], history)
-        torch._foreach_copy_([slot.gnorm_vec for slot in slots], list(history.unbind()))
+        torch._foreach_copy_(vectors, list(history.unbind()))
         limit = history.sort(dim=1).values[:, self.batch.percentile].to(self.scalar_dtype).sqrt()
         norm = squares.to(self.scalar_dtype).sqrt()
         return torch.where(ok & (norm > limit), limit / norm, 1.0)
@@ -193,7 +195,7 @@ class TorchRun:
             total += (g * scale.to(g.dtype)).square().sum(dtype=self.scalar_dtype)
         return total
 
-    def _sum_terms(self, i: int, terms: Callable) -> Tensor:
+    def _sum_terms(self, i: int, terms: RuleFunction) -> Tensor:
         slot = self.batch.slots[i]
         total = torch.zeros(len(terms.gives), dtype=self.scalar_dtype, device=self.device)
         for span in spans(slot):
@@ -265,7 +267,9 @@ def quantize(x: Tensor, signed: bool, rows: int, row: int, codes: Tensor, absmax
         encode_rows(part, signed, codes.view(rows, row)[span[0], span[1]], scale)
 
 
-def dequantize(codes: Tensor, absmax: Tensor, signed: bool, rows: int, row: int, out: Tensor) -> None:
+def dequantize(
+    codes: Tensor, absmax: Tensor, signed: bool, rows: int, row: int, out: Tensor
+) -> None:
     """Write the values of codes (rows x row) with scales absmax into out."""
     slot = Slot(codes, codes, (), (), codes, rows, row, codes.numel())
     work = torch.float64 if out.dtype == torch.float64 else torch.float32

@@ -12,7 +12,7 @@ import contextlib
 import importlib
 import inspect
 from dataclasses import dataclass, field
-from functools import lru_cache
+from functools import cache
 from types import ModuleType
 
 import torch
@@ -34,7 +34,7 @@ TYPE = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: t
 _HELPERS = ("triton_codec", "triton_primitives")
 
 
-@lru_cache(maxsize=None)
+@cache
 def kernels(rule: Rule) -> ModuleType:
     """The rule's module of Triton kernels."""
     helpers = [importlib.import_module(f".{name}", __package__) for name in _HELPERS]
@@ -309,7 +309,7 @@ def start(batch: Batch) -> TritonRun:
     return TritonRun(batch)
 
 
-def _launch_by_blocks(kernel, device: torch.device, blocks: int, *arguments, **constants) -> None:  # noqa: ANN001, ANN002, ANN003
+def _launch_by_blocks(kernel, device: torch.device, blocks: int, *arguments, **constants) -> None:
     if blocks == 0:
         return
     guard = contextlib.nullcontext()

@@ -19,16 +19,16 @@ import sys
 import tempfile
 import textwrap
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from pathlib import Path
 from types import ModuleType
 
-from .rules import PRIMITIVES, Rule
+from .rules import PRIMITIVES, Rule, RuleFunction
 
 CACHE_VARIABLE = "LOWBIT_OPTIM_CACHE_DIR"
 
 
-def reads(fn: Callable) -> tuple[str, ...]:
+def reads(fn: RuleFunction) -> tuple[str, ...]:
     """Names that a rule function reads."""
     return tuple(inspect.signature(fn).parameters)
 
@@ -61,13 +61,13 @@ class _Plain(ast.NodeTransformer):
         return node
 
 
-def _globals_used(fn: Callable) -> list[str]:
+def _globals_used(fn: RuleFunction) -> list[str]:
     names = [name for name in fn.__code__.co_names if name not in PRIMITIVES]
     return [name for name in names if name in fn.__globals__]
 
 
 def functions_source(
-    functions: Iterable[Callable], decorator: str, literal: str | None = None, suffix: str = ""
+    functions: Iterable[RuleFunction], decorator: str, literal: str | None = None, suffix: str = ""
 ) -> str:
     """Source of rule functions, and of the rule functions and numbers that they use.
 
@@ -79,7 +79,7 @@ def functions_source(
     """
     done: dict[str, str] = {}
 
-    def add(fn: Callable) -> None:
+    def add(fn: RuleFunction) -> None:
         if fn.__name__ in done:
             return
         used = {name: fn.__globals__[name] for name in _globals_used(fn)}
@@ -99,12 +99,12 @@ def functions_source(
     return "\n\n".join(done.values())
 
 
-def scalar_functions(rule: Rule) -> tuple[Callable, ...]:
+def scalar_functions(rule: Rule) -> tuple[RuleFunction, ...]:
     """The functions of a rule that run once per tensor."""
     return (rule.prepare, *(phase.combine for phase in rule.phases))
 
 
-def element_functions(rule: Rule) -> tuple[Callable, ...]:
+def element_functions(rule: Rule) -> tuple[RuleFunction, ...]:
     """The functions of a rule that run once per element."""
     return (rule.direction, *(phase.terms for phase in rule.phases))
 
@@ -114,7 +114,7 @@ def element_names(rule: Rule) -> set[str]:
     return {"p", "g", "u", *(moment.key for moment in rule.moments)}
 
 
-def element_scalars(rule: Rule, functions: Iterable[Callable]) -> list[str]:
+def element_scalars(rule: Rule, functions: Iterable[RuleFunction]) -> list[str]:
     """Per-tensor values and hyperparameters that element functions read, each once."""
     names: dict[str, None] = {}
     for fn in functions:
@@ -137,7 +137,7 @@ def indent(lines: Iterable[str], spaces: int) -> str:
     return "\n".join(" " * spaces + line for line in lines)
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def cache_folder() -> Path:
     """A folder of this user's that generated modules are kept in, made if need be.
 
@@ -165,7 +165,8 @@ def _private_temporary_folder() -> Path:
     folder.mkdir(mode=0o700, exist_ok=True)
     info = folder.stat()
     # Code is imported from here: nobody else may have made it or be able to write to it.
-    if hasattr(os, "getuid") and (info.st_uid != owner or info.st_mode & (stat.S_IWOTH | stat.S_IWGRP)):
+    shared = info.st_mode & (stat.S_IWOTH | stat.S_IWGRP)
+    if hasattr(os, "getuid") and (info.st_uid != owner or shared):
         raise RuntimeError(
             f"{folder} is not this user's alone; set {CACHE_VARIABLE} to a folder that is"
         )
@@ -181,7 +182,7 @@ def import_source(label: str, source: str, depends: Iterable[str]) -> ModuleType
     Args:
         label: start of the module's name, for a reader of the folder.
         source: the module's text.
-        depends: further texts (versions, sources of imported helpers) that compiled code depends on.
+        depends: further texts that compiled code depends on: versions, sources of helpers.
     """
     digest = hashlib.sha256("\0".join([source, sys.version, *depends]).encode()).hexdigest()[:24]
     name = f"lowbit_optim_generated_{label}_{digest}"
@@ -197,7 +198,8 @@ def import_source(label: str, source: str, depends: Iterable[str]) -> ModuleType
                 file.write(source)
             os.replace(temporary, path)
         spec = importlib.util.spec_from_file_location(name, path)
-        assert spec is not None and spec.loader is not None
+        assert spec is not None
+        assert spec.loader is not None
         module = importlib.util.module_from_spec(spec)
         sys.modules[name] = module
         try:

@@ -18,8 +18,11 @@ from numba import njit, types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-from .numba_vector import F, FLAGS, call, f32, host_features, i8, i16, i32, i64
-from .numba_vector import spread as splat_ir, vector as V
+from .numba_vector import F, call, f32, host_features, i8, i16, i32, i64
+from .numba_vector import spread as splat_ir
+from .numba_vector import vector as V
+
+
 def ptr(b, a): return b.inttoptr(a, ir.PointerType())
 
 _feat = host_features()
@@ -93,8 +96,8 @@ def octave_table(signed):
     D = np.zeros(32, dtype=np.uint64)
     for exp in range(96, 128):
         lo, hi = np.float32(2.0 ** (exp - 127)), np.float32(2.0 ** (exp - 126))
-        base = int(np.sum(T < lo)) + BIAS[signed]
-        inside = T[(T >= lo) & (T < hi)]
+        base = int(np.sum(lo > T)) + BIAS[signed]
+        inside = T[(lo <= T) & (hi > T)]
         d = ((base - exp) << 23) % 2**32
         if len(inside):
             assert len(inside) == 1

@@ -1,6 +1,5 @@
 """Names that the generated per-element functions of the Numba engine use: vectors of fp32."""
 
-# ruff: noqa: F401, A001
 from __future__ import annotations
 
 from numba import njit
@@ -21,13 +20,24 @@ from .numba_memory import (
     write_f32,
 )
 from .numba_vector import absolute as abs
-from .numba_vector import finite, highest, maximum, minimum, rounded, sign, splat, sqrt, total, where
+from .numba_vector import (
+    finite,
+    highest,
+    maximum,
+    minimum,
+    rounded,
+    sign,
+    splat,
+    sqrt,
+    total,
+    where,
+)
 
 __all__ = [
     "abs", "decode_s_64", "decode_u_64", "encode_s", "encode_u", "enter", "f32", "finite",
     "highest", "leave", "load_bf16", "load_f16", "load_f32", "maximum", "minimum", "njit",
-    "only_finite", "read_f32", "rounded", "sign", "splat", "sqrt", "stack", "store_bf16", "store_f16",
-    "store_f32", "total", "where", "write_f32",
+    "only_finite", "read_f32", "rounded", "sign", "splat", "sqrt", "stack", "store_bf16",
+    "store_f16", "store_f32", "total", "where", "write_f32",
 ]  # fmt: skip
 
 

@@ -1,6 +1,5 @@
 """Names that the generated per-tensor functions of the Numba engine use: fp64 numbers."""
 
-# ruff: noqa: F401, A001
 from __future__ import annotations
 
 import math

@@ -15,8 +15,6 @@ A block is 256 elements; a short one goes through zero-padded scratch memory.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 from .dynamic8 import ZERO_CODE
 from .lower import (
     element_functions,
@@ -26,7 +24,7 @@ from .lower import (
     reads,
     scalar_functions,
 )
-from .rules import Moment, Rule, gradient_square
+from .rules import Moment, Rule, RuleFunction, gradient_square
 
 P, G, STEP, MOMENTS = 0, 1, 2, 3  # columns of `address`
 GSCALE, SCALARS = 0, 1  # columns of `scalars`
@@ -41,7 +39,7 @@ def _lines(text: str, spaces: int = 0) -> list[str]:
     return [" " * spaces + line for line in text.splitlines()]
 
 
-def _call(fn: Callable) -> str:
+def _call(fn: RuleFunction) -> str:
     return f"{', '.join(fn.gives)} = {fn.__name__}({', '.join(reads(fn))})"
 
 
@@ -59,7 +57,7 @@ def scalar_module(rule: Rule) -> str:
 
 
 def _scalar_driver(
-    rule: Rule, name: str, arguments: str, fn: Callable, known: dict[str, str]
+    rule: Rule, name: str, arguments: str, fn: RuleFunction, known: dict[str, str]
 ) -> str:
     """A loop over tensors that loads what `fn` reads, calls it and stores what it gives."""
     hyper, columns = hyper_names(rule), rule.scalars()
@@ -143,7 +141,7 @@ class _ElementWriter:
         block = self._block("update_block", scalars, functions, body, before, after)
         return [block, self._driver("update", scalars, functions, None)]
 
-    def reduction(self, name: str, terms_of: Callable) -> list[str]:
+    def reduction(self, name: str, terms_of: RuleFunction) -> list[str]:
         """The pass `name` that sums the terms of a function over each chunk.
 
         A rule's terms are summed over finite elements only: one bad gradient must not spoil the
@@ -164,14 +162,14 @@ class _ElementWriter:
         block = self._block(f"{name}_block", scalars, functions, body, before, after)
         return [block, self._driver(name, scalars, functions, terms)]
 
-    def _reads_state(self, functions: list[Callable]) -> bool:
+    def _reads_state(self, functions: list[RuleFunction]) -> bool:
         keys = {moment.key for moment in self.moments}
         return any(keys & set(reads(fn)) for fn in functions)
 
-    def _reads_gradient(self, functions: list[Callable]) -> bool:
+    def _reads_gradient(self, functions: list[RuleFunction]) -> bool:
         return any("g" in reads(fn) for fn in functions)
 
-    def _arguments(self, functions: list[Callable]) -> list[str]:
+    def _arguments(self, functions: list[RuleFunction]) -> list[str]:
         """Addresses that a block function takes."""
         names = ["p_at", "g_at"]
         if self._reads_state(functions):
@@ -181,7 +179,7 @@ class _ElementWriter:
         return names
 
     def _block(
-        self, name: str, scalars: list[str], functions: list[Callable], body: list[str],
+        self, name: str, scalars: list[str], functions: list[RuleFunction], body: list[str],
         before: list[str], after: list[str],
     ) -> str:  # fmt: skip
         """A function over one block of n elements, a multiple of 64: four vectors at a time."""
@@ -212,7 +210,7 @@ class _ElementWriter:
         return "\n".join(lines + _lines("\n".join(after), 4))
 
     def _driver(
-        self, name: str, scalars: list[str], functions: list[Callable], terms: tuple | None
+        self, name: str, scalars: list[str], functions: list[RuleFunction], terms: tuple | None
     ) -> str:
         """What the threads call: the blocks of chunks lo..hi."""
         hyper, columns = hyper_names(self.rule), self.rule.scalars()
@@ -238,14 +236,13 @@ class _ElementWriter:
         if terms is not None:
             call = f"{', '.join(f'term_{term}' for term in terms)} = {call}"
         lines += _lines("\n".join([*homes, *enters, call, *leaves]), 8)
-        for i, term in enumerate(terms or ()):
-            lines.append(f"        sum_{term} += term_{term}")
+        lines += [f"        sum_{term} += term_{term}" for term in terms or ()]
         lines += [f"    partial[c, {i}] = sum_{term}" for i, term in enumerate(terms or ())]
         last = ", partial" if terms is not None else ""
         head = f"def {name}(lo, hi, address, geometry, chunks, hyper, scalars{last}):"
         return "\n".join([DRIVER, head, *_lines("\n".join(lines), 4)])
 
-    def _operands(self, functions: list[Callable], writes: bool) -> tuple[list[str], ...]:
+    def _operands(self, functions: list[RuleFunction], writes: bool) -> tuple[list[str], ...]:
         """Addresses of a block's operands; copies into scratch and back where it is short."""
         operands = [("p", f"address[t, {P}]", SIZE[self.p_kind], 0, writes)]
         operands.append(("g", f"address[t, {G}]", SIZE[self.g_kind], 0, False))
@@ -272,7 +269,7 @@ def _kind(moment: Moment) -> str:
 
 
 def _codec_functions(name: str, kind: str, pad: int) -> str:
-    return f'''
+    return f"""
 {DRIVER}
 def quantize_{name}(lo, hi, row, x_at, codes_at, absmax_at):
     scratch, spare = stack(1024), stack(2048)
@@ -314,7 +311,7 @@ def dequantize_{name}(lo, hi, row, x_at, codes_at, absmax_at):
             store_f32(x + 4 * i + 128, v2 * scale)
             store_f32(x + 4 * i + 192, v3 * scale)
         leave(x_at + 4 * first, x, size, 4)
-'''
+"""
 
 
 SHARED = f"""\

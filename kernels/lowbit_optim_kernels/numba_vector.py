@@ -25,7 +25,7 @@ from numba.extending import intrinsic, models, register_model
 LANES = 16
 f32, f64 = ir.FloatType(), ir.DoubleType()
 i1, i8, i16, i32, i64 = (ir.IntType(bits) for bits in (1, 8, 16, 32, 64))
-# Contraction to fused multiply-add and freedom over the sign of zero; NaN and infinity keep meaning.
+# Contraction to fused multiply-add and no sign of zero; NaN and infinity keep their meaning.
 FLAGS = ("contract", "nsz")
 
 
@@ -36,9 +36,11 @@ def vector(element: ir.Type, lanes: int = LANES) -> ir.VectorType:
 
 def host_features() -> set[str]:
     """CPU features that Numba compiles for; NUMBA_CPU_NAME and NUMBA_CPU_FEATURES win."""
-    if config.CPU_FEATURES is not None:
-        return {name[1:] for name in config.CPU_FEATURES.split(",") if name.startswith("+")}
-    if config.CPU_NAME not in (None, "host"):
+    # Numba reads its settings from the environment when it is imported.
+    features, name = vars(config)["CPU_FEATURES"], vars(config)["CPU_NAME"]
+    if features is not None:
+        return {feature[1:] for feature in features.split(",") if feature.startswith("+")}
+    if name not in (None, "host"):
         return set()  # a named CPU without a list of features: assume nothing
     return {name for name, present in llvm.get_host_cpu_features().items() if present}
 
@@ -50,7 +52,7 @@ class VectorType(types.Type):
         self.element = element
         super().__init__(name=name)
 
-    def can_convert_from(self, typingctx, other):  # noqa: ANN001, ANN201  Numba's protocol
+    def can_convert_from(self, typingctx, other):
         if self is F and isinstance(other, (types.Float, types.Integer)):
             return Conversion.safe
         return None
@@ -62,11 +64,11 @@ M = VectorType("mask16", i1)
 
 @register_model(VectorType)
 class _VectorModel(models.PrimitiveModel):
-    def __init__(self, manager, numba_type) -> None:  # noqa: ANN001  Numba's protocol
+    def __init__(self, manager, numba_type) -> None:
         super().__init__(manager, numba_type, vector(numba_type.element))
 
 
-def constant(element: ir.Type, values) -> ir.Constant:  # noqa: ANN001  any sequence of numbers
+def constant(element: ir.Type, values) -> ir.Constant:
     """A constant vector."""
     cast = float if element is f32 else int
     return ir.Constant(vector(element, len(values)), [cast(value) for value in values])
@@ -84,7 +86,7 @@ def spread(builder: ir.IRBuilder, x: ir.Value, lanes: int = LANES) -> ir.Value:
     return builder.shuffle_vector(one, undefined, fill(i32, 0, lanes))
 
 
-def shuffle(builder: ir.IRBuilder, x: ir.Value, y: ir.Value, index) -> ir.Value:  # noqa: ANN001
+def shuffle(builder: ir.IRBuilder, x: ir.Value, y: ir.Value, index) -> ir.Value:
     """Lanes of x and y by a constant index."""
     return builder.shuffle_vector(x, y, constant(i32, list(index)))
 
@@ -107,7 +109,7 @@ def pointer(builder: ir.IRBuilder, address: ir.Value, element: ir.Type) -> ir.Va
 
 @lower_cast(types.Float, F)
 @lower_cast(types.Integer, F)
-def _spread_scalar(context, builder, source, target, value):  # noqa: ANN001, ANN202
+def _spread_scalar(context, builder, source, target, value):
     return spread(builder, context.cast(builder, value, source, types.float32))
 
 
@@ -117,7 +119,7 @@ def _is_operand(kind: types.Type) -> bool:
 
 def _binary(op: Callable, emit: Callable, returns: VectorType = F, operand: VectorType = F) -> None:
     class Template(AbstractTemplate):
-        def generic(self, args, kws):  # noqa: ANN001, ANN202  Numba's protocol
+        def generic(self, args, kws):
             if len(args) != 2 or not any(kind is operand for kind in args):
                 return None
             fits = _is_operand if operand is F else (lambda kind: kind is operand)
@@ -126,7 +128,7 @@ def _binary(op: Callable, emit: Callable, returns: VectorType = F, operand: Vect
     infer_global(op)(Template)
 
     @lower_builtin(op, operand, operand)
-    def lower(context, builder, signature_, args):  # noqa: ANN001, ANN202
+    def lower(context, builder, signature_, args):
         return emit(builder, *args)
 
 
@@ -152,12 +154,12 @@ def rounded(typing, x, y):
 
 @infer_global(operator.neg)
 class _Negative(AbstractTemplate):
-    def generic(self, args, kws):  # noqa: ANN001, ANN202  Numba's protocol
+    def generic(self, args, kws):
         return signature(F, F) if args == (F,) else None
 
 
 @lower_builtin(operator.neg, F)
-def _negate(context, builder, signature_, args):  # noqa: ANN001, ANN202
+def _negate(context, builder, signature_, args):
     return builder.fneg(args[0])
 
 
@@ -244,6 +246,6 @@ def total(typing, x):
 
     def emit(context, b, signature_, args):
         wide = b.fpext(args[0], vector(f64))
-        return _fold(b, wide, lambda p, q: b.fadd(p, q))
+        return _fold(b, wide, b.fadd)
 
     return types.float64(F), emit

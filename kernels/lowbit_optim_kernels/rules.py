@@ -27,18 +27,31 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TypeVar
-
-F = TypeVar("F", bound=Callable)
+from typing import Any, Protocol
 
 PRIMITIVES = ("sqrt", "where", "abs", "sign", "maximum", "minimum", "power", "log", "exp")
 
 
-def gives(*names: str) -> Callable[[F], F]:
+class RuleFunction(Protocol):
+    """A function of a rule: the names that it returns, and ordinary function attributes."""
+
+    __name__: str
+    __code__: Any
+    __globals__: dict[str, Any]
+    gives: tuple[str, ...]
+
+    def __call__(self, *args: Any) -> Any:
+        """What the function computes."""
+
+    def __hash__(self) -> int:
+        """Functions are kept in caches."""
+
+
+def gives(*names: str) -> Callable[[Any], RuleFunction]:
     """Declare the names of the values that a rule function returns, in order."""
 
-    def mark(fn: F) -> F:
-        fn.gives = names  # type: ignore[attr-defined]
+    def mark(fn: Any) -> RuleFunction:
+        fn.gives = names
         return fn
 
     return mark
@@ -60,8 +73,8 @@ class Moment:
 class Phase:
     """A reduction over whole tensors: `terms` per element, summed; then `combine` per tensor."""
 
-    terms: Callable
-    combine: Callable
+    terms: RuleFunction
+    combine: RuleFunction
 
 
 @dataclass(frozen=True)
@@ -69,8 +82,8 @@ class Rule:
     """An optimizer's arithmetic. See the module's text for what the functions may read."""
 
     name: str
-    direction: Callable
-    prepare: Callable
+    direction: RuleFunction
+    prepare: RuleFunction
     moments: tuple[Moment, ...] = ()
     phases: tuple[Phase, ...] = ()
 

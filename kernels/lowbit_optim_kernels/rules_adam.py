@@ -31,7 +31,8 @@ def adam(p, g, exp_avg, exp_avg_sq, beta1, beta2, gain1, gain2, root, floor):
 @gives("u", "exp_avg", "exp_avg_sq")
 def adam_coupled(p, g, exp_avg, exp_avg_sq, beta1, beta2, gain1, gain2, root, floor, weight_decay):
     """Adam with the decay added to the gradient (L2 regularization)."""
-    return adam(p, g + weight_decay * p, exp_avg, exp_avg_sq, beta1, beta2, gain1, gain2, root, floor)
+    d = g + weight_decay * p
+    return adam(p, d, exp_avg, exp_avg_sq, beta1, beta2, gain1, gain2, root, floor)
 
 
 @gives("u", "exp_avg", "exp_avg_sq", "max_exp_avg_sq")
@@ -49,7 +50,9 @@ def amsgrad_coupled(
 ):
     """AMSGrad with the decay added to the gradient."""
     d = g + weight_decay * p
-    return amsgrad(p, d, exp_avg, exp_avg_sq, max_exp_avg_sq, beta1, beta2, gain1, gain2, root, floor)
+    return amsgrad(
+        p, d, exp_avg, exp_avg_sq, max_exp_avg_sq, beta1, beta2, gain1, gain2, root, floor
+    )
 
 
 def adam_rule(use_amsgrad: bool, coupled: bool, cap: bool) -> Rule:

@@ -5,7 +5,7 @@ A tile is [NB, 256]: one row is one block of the format.
 
 from __future__ import annotations
 
-from functools import lru_cache
+from functools import cache
 
 import torch
 import triton
@@ -18,7 +18,7 @@ from .triton_primitives import narrow
 _STRIDE = tl.constexpr(16)  # floats between the four rows of an encode table
 
 
-@lru_cache(maxsize=None)
+@cache
 def tables(device: torch.device) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Decode tables of the signed and the unsigned map, then their encode tables."""
     encoders = []

@@ -2,7 +2,6 @@
 the attributes of `tl` only, so a bare `tl.sqrt` in a generated module would stay unpatched.
 """
 
-# ruff: noqa: A001
 from __future__ import annotations
 
 import triton
@@ -15,7 +14,7 @@ INTERPRETED = tl.constexpr(bool(triton.knobs.runtime.interpret))
 @triton.jit
 def narrow(x, TYPE: tl.constexpr):
     """fp32 to the dtype TYPE, rounding to nearest even."""
-    if INTERPRETED and TYPE == tl.bfloat16:
+    if INTERPRETED and tl.bfloat16 == TYPE:
         bits = x.to(tl.uint32, bitcast=True)
         rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
         rounded = tl.where(x == x, rounded, 0x7FC0)

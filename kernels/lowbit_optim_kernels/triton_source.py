@@ -13,8 +13,6 @@ tensors. Tables on the device, all in int64 but for `scalars`, `hyper`, `sums` (
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 from .dynamic8 import ZERO_CODE
 from .lower import (
     element_functions,
@@ -24,7 +22,7 @@ from .lower import (
     reads,
     scalar_functions,
 )
-from .rules import Rule, gradient_square
+from .rules import Rule, RuleFunction, gradient_square
 
 P, G, STEP, MOMENTS = 0, 1, 2, 3  # columns of `address`
 GSCALE, LIVE, SCALARS = 0, 1, 2  # columns of `scalars`
@@ -40,7 +38,7 @@ from lowbit_optim_kernels.triton_primitives import (
 """
 
 
-def _call(fn: Callable) -> str:
+def _call(fn: RuleFunction) -> str:
     return f"{', '.join(fn.gives)} = {fn.__name__}({', '.join(reads(fn))})"
 
 
@@ -92,7 +90,7 @@ class _Writer:
 
     # Per-tensor kernels: a lane per tensor, fp64.
 
-    def scalar_kernel(self, name: str, fn: Callable, known: dict[str, str]) -> str:
+    def scalar_kernel(self, name: str, fn: RuleFunction, known: dict[str, str]) -> str:
         """A kernel that loads what `fn` reads for each tensor, calls it, stores what it gives."""
         begin = name == "begin"
         step = f"tl.load(address + t * {self.stride} + {STEP}, mask=mask, other=0)"
@@ -143,7 +141,7 @@ class _Writer:
 
     # Per-element kernels: a program per tile of NB blocks.
 
-    def _head(self, functions: list[Callable], writes: bool) -> list[str]:
+    def _head(self, functions: list[RuleFunction], writes: bool) -> list[str]:
         """Where the tile's elements are, and the per-tensor values that the functions read."""
         lines = [
             "program = tl.program_id(0).to(tl.int64)",
@@ -181,7 +179,7 @@ class _Writer:
             lines.append(f"{name} = tl.load({source}).to(tl.float32)")
         return lines
 
-    def _loads(self, functions: list[Callable], writes: bool) -> list[str]:
+    def _loads(self, functions: list[RuleFunction], writes: bool) -> list[str]:
         """Loads of p, g and decoded moments, as far as the functions read them."""
         wanted = {read for fn in functions for read in reads(fn)}
         lines = []
@@ -217,7 +215,7 @@ class _Writer:
         base = f"tl.load(row_at + {column}).to(tl.pointer_type({kind}))"
         return [f"{name}_at = tl.multiple_of({base}, POINTER_ALIGN) + at"]
 
-    def reduction(self, name: str, terms_of: Callable) -> str:
+    def reduction(self, name: str, terms_of: RuleFunction) -> str:
         """The kernel that sums the terms of a function over each tile."""
         functions = [terms_of]
         if "u" in reads(terms_of):
