@@ -1,0 +1,89 @@
+# Everything runs in .venv, which the first target that needs it creates. Nothing is installed again,
+# and nothing is fetched, until pyproject.toml or constraints.txt changes.
+#
+#   make test PYTHON=python3.12   another interpreter for .venv
+#   make test ARGS="-k lars"      more arguments for the command of a target
+#   make test PY=python3          no .venv: an environment of your own, as it is
+#   make demo TORCH_ARGS="..."    more arguments for `pip install torch`: the index of another build
+
+PYTHON ?= python3
+ARGS ?=
+TORCH_ARGS ?=
+VENV := .venv
+PY := $(VENV)/bin/python
+PIP := $(PY) -m pip --disable-pip-version-check --quiet
+CONSTRAINED := install --constraint constraints.txt
+
+# With PY on the command line there is nothing to create.
+ifeq ($(origin PY),command line)
+DEV :=
+DOCS :=
+else
+DEV := $(VENV)/.installed-dev
+DOCS := $(VENV)/.installed-docs
+endif
+
+.DEFAULT_GOAL := help
+.DELETE_ON_ERROR:
+.PHONY: help demo test lint format types docs wheel gpu-check bench clean
+
+help:  ## list the targets
+	@$(PYTHON) -c 'import re; print("\n".join("%-10s %s" % t for t in re.findall(r"(?m)^([a-z-]+):.*?## +(.*)", open("Makefile").read())))'
+
+demo: $(DEV)  ## train with 32-bit and 8-bit optimizers and compare them
+	$(PY) -m benchmarks.compare $(ARGS)
+
+test: $(DEV)  ## run the tests
+	$(PY) -m pytest $(ARGS)
+
+lint: $(DEV)  ## check style and formatting
+	$(PY) -m ruff check .
+	$(PY) -m ruff format --check .
+
+format: $(DEV)  ## rewrite what `lint` can put right by itself
+	$(PY) -m ruff check --fix-only .
+	$(PY) -m ruff format .
+
+types: $(DEV)  ## check types
+	$(PY) -m mypy
+
+docs: $(DOCS)  ## build the documentation into site/
+	NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --strict --quiet
+
+wheel: $(DEV)  ## build the wheel into dist/ and import it from another directory
+	rm -rf build dist $(VENV)/wheel
+	$(PY) -m pip --quiet wheel --no-index --no-deps --no-build-isolation --wheel-dir dist .
+	$(PY) -m pip --quiet install --no-index --no-deps --target $(VENV)/wheel dist/*.whl
+	rm -rf build
+	$(PY) -c 'import os; os.chdir("$(VENV)/wheel"); \
+	import lowbit_optim, lowbit_optim_kernels; \
+	[print(m.__file__) for m in (lowbit_optim, lowbit_optim_kernels)]'
+
+bench: $(DEV)  ## measure speed and memory
+	$(PY) -m benchmarks.speed $(ARGS)
+
+gpu-check: $(DEV)  ## on a machine with a GPU: its tests, then its benchmark
+	$(PY) -m pytest -m gpu $(ARGS)
+	$(PY) -m benchmarks.gpu
+
+clean:  ## remove .venv and everything that was built
+	rm -rf $(VENV) build dist site *.egg-info .hypothesis .mypy_cache .pytest_cache .ruff_cache
+
+$(VENV)/.created:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || { \
+	  echo "lowbit_optim needs Python 3.10 or newer, and $(PYTHON) is" \
+	       "$$($(PYTHON) --version 2>&1 || echo missing)." \
+	       "Name another: make $(MAKECMDGOALS) PYTHON=python3.12" >&2; exit 1; }
+	rm -rf $(VENV)
+	$(PYTHON) -m venv $(VENV) || { rm -rf $(VENV); \
+	  echo "$(PYTHON) cannot create a virtual environment; on Debian and Ubuntu its venv module" \
+	       "is a package of its own, python3-venv." >&2; exit 1; }
+	touch $@
+
+# torch first and alone, so that no other requirement chooses its build; setuptools so that building
+# the package needs no environment, and so no network, of its own.
+$(VENV)/.installed-%: pyproject.toml constraints.txt | $(VENV)/.created
+	$(PIP) $(CONSTRAINED) torch $(TORCH_ARGS)
+	$(PIP) $(CONSTRAINED) setuptools
+	$(PIP) $(CONSTRAINED) --no-build-isolation --editable '.[$*]'
+	touch $@
