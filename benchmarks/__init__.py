@@ -1,0 +1,1 @@
+"""Programs that measure the optimizers: `python -m benchmarks.compare`, `.speed`."""

@@ -1,0 +1,191 @@
+"""Train one model with several optimizers and compare quality, memory and time.
+
+`python -m benchmarks.compare`: real data, the same initial weights and batches for all optimizers
+of a seed, every optimizer in a process of its own.
+"""
+
+from __future__ import annotations
+
+import tempfile
+import time
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Annotated
+
+import torch
+import typer
+from rich.console import Console
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
+
+from benchmarks import measure, plot, registry, report, summary, worker, workloads
+
+LOCAL_RESULTS = Path(__file__).resolve().parent / "results" / "local"
+_WORKER = "benchmarks.compare_worker"
+
+
+def train_all(
+    task: workloads.Task, entry: registry.Entry, spec: Mapping[str, object], progress: Progress
+) -> dict[str, object]:
+    """All seeds of one optimizer on one task, in a fresh process; the bar moves as it reports."""
+    steps, lr = int(spec["steps"]), spec["lr"] or entry.learning_rate(task.name)
+    arguments = {**spec, "task": task.name, "optimizer": entry.name, "lr": lr}
+    total = steps * int(spec["seeds"])
+    bar = progress.add_task(f"{task.name} {entry.name}", total=total, loss="starting")
+    runs: list[dict] = []
+    memory: dict = {}
+    for event in worker.stream(_WORKER, arguments, int(spec["threads"])):
+        kind = event.pop("event")
+        if kind == "step":
+            done = event["seed"] * steps + event["step"]
+            progress.update(bar, completed=done, loss=f"loss {event['loss']:.3f}")
+        elif kind == "run":
+            runs.append(event)
+        else:
+            memory = event
+    quality = summary.mean_sd([run["quality"] for run in runs])
+    mean = "diverged" if quality["mean"] is None else f"{quality['mean']:.4f}"
+    progress.update(bar, completed=total, loss=mean)
+    times = [ms for run in runs for ms in run["step_ms"]]
+    return {
+        "lr": lr,
+        "quality": quality,
+        "state_bytes": runs[0]["state_bytes"],
+        "bytes_per_param": runs[0]["state_bytes"] / runs[0]["params"],
+        "ms_per_step": measure.spread(times),
+        **memory,
+        "params": runs[0]["params"],
+        "weights": [run["weights"] for run in runs],
+        "losses": [run["losses"] for run in runs],
+    }
+
+
+def compare_task(
+    task: workloads.Task,
+    entries: list[registry.Entry],
+    spec: Mapping[str, object],
+    progress: Progress,
+    folder: Path,
+) -> dict[str, object]:
+    """Every optimizer on one task, with the verdict on each 8-bit one whose twin ran too."""
+    data = task.load()
+    torch.save(data, folder / f"{task.name}.pt")
+    spec = {**spec, "steps": spec["steps"] or task.steps, "data": str(folder / f"{task.name}.pt")}
+    rows = {entry.name: train_all(task, entry, spec, progress) for entry in entries}
+    starts = {tuple(row.pop("weights")) for row in rows.values()}
+    if len(starts) != 1:
+        raise RuntimeError(f"{task.name}: the optimizers did not start from the same weights")
+    params = {row.pop("params") for row in rows.values()}.pop()
+    verdicts = [
+        summary.verdict(
+            entry.name,
+            rows[entry.name]["quality"],
+            entry.twin,
+            rows[entry.twin]["quality"],
+            task.higher_is_better,
+        )
+        for entry in entries
+        if entry.twin in rows
+    ]
+    return {
+        "what": task.what,
+        "metric": task.metric,
+        "higher_is_better": task.higher_is_better,
+        "params": params,
+        "steps": spec["steps"],
+        "data": {key: list(tensor.shape) for key, tensor in data.items()},
+        "optimizers": rows,
+        "verdicts": verdicts,
+    }
+
+
+def _progress(console: Console) -> Progress:
+    """A bar an optimizer; a few refreshes a second, because the cores are busy training."""
+    return Progress(
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TextColumn("{task.fields[loss]}"),
+        TimeElapsedColumn(),
+        TimeRemainingColumn(),
+        console=console,
+        refresh_per_second=4,
+    )
+
+
+def _resolve_device(device: str) -> str:
+    if device == "auto":
+        return "cuda" if torch.cuda.is_available() else "cpu"
+    if device not in ("cpu", "cuda"):
+        raise ValueError(f"device must be auto, cpu or cuda, not {device!r}")
+    if device == "cuda" and not torch.cuda.is_available():
+        raise ValueError("device 'cuda' was asked for and torch sees no GPU")
+    return device
+
+
+def _plan(tasks: list[str], optimizers: list[str]) -> Iterator[tuple]:
+    """Each task with its optimizers: those asked for, or the task's own."""
+    for task in workloads.select(tasks):
+        yield task, registry.select(optimizers or task.optimizers)
+
+
+def main(
+    task: Annotated[list[str] | None, typer.Option(help="gpt, mnist, digits; repeatable")] = None,
+    optimizer: Annotated[
+        list[str] | None, typer.Option(help="a name of the registry; repeatable")
+    ] = None,
+    seeds: Annotated[int, typer.Option(min=1, help="runs per optimizer")] = 3,
+    steps: Annotated[int | None, typer.Option(min=1, help="steps per run")] = None,
+    lr: Annotated[float | None, typer.Option(min=0.0, help="instead of the tuned ones")] = None,
+    device: Annotated[str, typer.Option(help="auto, cpu or cuda")] = "auto",
+    threads: Annotated[int | None, typer.Option(min=1, help="CPU threads of every run")] = None,
+    out: Annotated[Path, typer.Option(help="folder for compare.json and .png")] = LOCAL_RESULTS,
+) -> None:
+    """Train with 32-bit and 8-bit optimizers and compare quality, memory and time."""
+    console, start = Console(), time.perf_counter()
+    options = {"task": task, "optimizer": optimizer, "seeds": seeds, "steps": steps, "lr": lr,
+               "device": device, "threads": threads}  # fmt: skip
+    try:
+        used = _resolve_device(device)
+        plan = list(_plan(task or ["gpt", "mnist"], optimizer or []))
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from error
+    spec = {"seeds": seeds, "steps": steps, "lr": lr, "device": used,
+            "threads": threads or report.cores()}  # fmt: skip
+    results = {}
+    with tempfile.TemporaryDirectory() as folder, _progress(console) as progress:
+        for one, entries in plan:
+            results[one.name] = compare_task(one, entries, spec, progress, Path(folder))
+    for result in results.values():
+        console.print(summary.table(result))
+        for line in (*(line["text"] for line in result["verdicts"]), summary.first_steps(result)):
+            console.print(line, highlight=False)
+        console.print()
+    console.print(summary.notes(used), highlight=False)
+    environment = report.environment()
+    written = {
+        "command": report.command("benchmarks.compare", options),
+        **environment,
+        "device": used,
+        "threads": spec["threads"],
+        "seeds": seeds,
+        "wall_s": round(time.perf_counter() - start, 1),
+        "notes": summary.notes(used),
+        "tasks": results,
+    }
+    report.write_json(out / "compare.json", written)
+    plot.loss_curves(out / "compare.png", results)
+    console.print(f"{written['wall_s']:.0f} s, {spec['threads']} threads")
+    console.print(
+        f"results: {out / 'compare.json'}\ncurves:  {out / 'compare.png'}", soft_wrap=True
+    )
+
+
+if __name__ == "__main__":
+    typer.run(main)

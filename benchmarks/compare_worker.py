@@ -1,0 +1,115 @@
+"""One optimizer on one task, all its seeds, in a process of its own (`compare` starts it)."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import sys
+from collections.abc import Mapping
+
+import torch
+
+from benchmarks import measure, registry, workloads
+from benchmarks.worker import emit
+
+_REPORT_EVERY = 5
+
+
+def schedule(step: int, steps: int) -> float:
+    """Factor on the peak learning rate: linear over the first tenth, then half a cosine to 2 %."""
+    warmup = max(1, steps // 10)
+    if step < warmup:
+        return (step + 1) / warmup
+    progress = (step - warmup) / max(1, steps - warmup)
+    return 0.02 + 0.98 * 0.5 * (1 + math.cos(math.pi * progress))
+
+
+def fingerprint(model: torch.nn.Module) -> str:
+    """SHA-256 of all weights, which every optimizer has to start from alike."""
+    digest = hashlib.sha256()
+    for parameter in model.parameters():
+        digest.update(parameter.detach().cpu().contiguous().numpy().tobytes())
+    return digest.hexdigest()
+
+
+def load_engine(entry: registry.Entry, device: torch.device) -> dict[str, float | None]:
+    """Step throw-away weights once: what loading or compiling the kernels costs.
+
+    Returns:
+        `first_step_s`, seconds of that step, and `engine_mib`, by how much the resident set grew.
+    """
+    shapes = ((16,), (8192,), (64, 256), (32, 16, 3, 3))
+    params = [torch.nn.Parameter(torch.ones(shape, device=device)) for shape in shapes]
+    for param in params:
+        param.grad = torch.ones_like(param)
+    optimizer = entry.make(params, 1e-3)
+    before = measure.resident_bytes()
+    took = measure.seconds(optimizer.step, device)
+    after = measure.resident_bytes()
+    grown = None if before is None or after is None else round((after - before) / 2**20, 1)
+    return {"first_step_s": round(took, 3), "engine_mib": grown}
+
+
+def train(
+    task: workloads.Task,
+    entry: registry.Entry,
+    data: workloads.Data,
+    seed: int,
+    spec: Mapping[str, object],
+) -> dict[str, object]:
+    """One run; progress goes to the parent.
+
+    Returns:
+        `quality` (None if the loss stopped being finite), `losses` by step in nats, `step_ms`,
+        milliseconds of every `optimizer.step()`, `state_bytes`, `params`, `weights`.
+    """
+    steps, device = int(spec["steps"]), torch.device(spec["device"])
+    torch.manual_seed(seed)
+    model = task.model().to(device)
+    batches = torch.Generator().manual_seed(seed)
+    optimizer = entry.make(model.parameters(), float(spec["lr"]))
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: schedule(step, steps))
+    result = {"weights": fingerprint(model), "params": sum(p.numel() for p in model.parameters())}
+    losses, step_ms, finite = [], [], True
+    for step in range(steps):
+        inputs, targets = task.batch(data, batches)
+        loss = task.loss(model, inputs.to(device), targets.to(device))
+        optimizer.zero_grad()
+        loss.backward()
+        step_ms.append(1e3 * measure.seconds(optimizer.step, device))
+        scheduler.step()
+        value = loss.item()
+        finite = math.isfinite(value)
+        if not finite:
+            break
+        losses.append(round(value, 4))
+        if step % _REPORT_EVERY == 0 or step == steps - 1:
+            emit("step", seed=seed, step=step + 1, loss=value)
+    model.eval()
+    with torch.no_grad():
+        quality = task.quality(model, data, device) if finite else None
+    result.update(quality=quality, losses=losses, step_ms=step_ms)
+    result["state_bytes"] = measure.state_bytes(optimizer)
+    return result
+
+
+def main(spec: Mapping[str, object]) -> None:
+    """Load the engine, then train every seed and report each run and the peak memory."""
+    torch.set_num_threads(int(spec["threads"]))
+    device = torch.device(spec["device"])
+    task, entry = workloads.TASKS[spec["task"]], registry.REGISTRY[spec["optimizer"]]
+    data = torch.load(spec["data"], weights_only=True)
+    memory = load_engine(entry, device)
+    baseline = measure.resident_bytes()
+    measure.reset_peak(device)
+    for seed in range(int(spec["seeds"])):
+        emit("run", seed=seed, **train(task, entry, data, seed, spec))
+    peak = measure.peak_bytes(device)
+    memory["peak_mib"] = None if peak is None else round(peak / 2**20, 1)
+    memory["baseline_mib"] = None if baseline is None else round(baseline / 2**20, 1)
+    emit("memory", **memory)
+
+
+if __name__ == "__main__":
+    main(json.loads(sys.argv[1]))

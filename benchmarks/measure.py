@@ -1,0 +1,127 @@
+"""What a process can measure about itself: memory, optimizer state, time."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import torch
+
+_STATUS = Path("/proc/self/status")
+_CLEAR_REFS = Path("/proc/self/clear_refs")
+
+
+def state_bytes(optimizer: torch.optim.Optimizer) -> int:
+    """Bytes of every tensor in `optimizer.state`, a shared storage counted once."""
+    sizes: dict[int, int] = {}
+    pending: list[object] = list(optimizer.state.values())
+    while pending:
+        item = pending.pop()
+        if isinstance(item, torch.Tensor):
+            inner = getattr(item, "__tensor_flatten__", None)
+            if inner is not None:
+                pending.extend(getattr(item, name) for name in inner()[0])
+                continue
+            storage = item.untyped_storage()
+            sizes[storage.data_ptr()] = storage.nbytes()
+        elif isinstance(item, dict):
+            pending.extend(item.values())
+        elif isinstance(item, (list, tuple)):
+            pending.extend(item)
+    return sum(sizes.values())
+
+
+def _status(field: str) -> int | None:
+    """A field of the kernel's account of this process in bytes, None where there is none."""
+    if not _STATUS.exists():
+        return None
+    for line in _STATUS.read_text().splitlines():
+        if line.startswith(field + ":"):
+            return int(line.split()[1]) * 1024
+    return None
+
+
+def resident_bytes() -> int | None:
+    """Bytes resident now (Linux)."""
+    return _status("VmRSS")
+
+
+def reset_peak(device: torch.device) -> None:
+    """Start a new maximum: the peak counts from here."""
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+    elif _CLEAR_REFS.exists():
+        _CLEAR_REFS.write_text("5")
+
+
+def peak_bytes(device: torch.device) -> int | None:
+    """Largest allocation on the GPU, or largest resident set on the CPU, since `reset_peak`.
+
+    The resident set is VmHWM, this process's own; `ru_maxrss` would start at its parent's.
+    """
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    return _status("VmHWM")
+
+
+def available_bytes() -> int | None:
+    """Memory that a new process can use (Linux)."""
+    meminfo = Path("/proc/meminfo")
+    if not meminfo.exists():
+        return None
+    for line in meminfo.read_text().splitlines():
+        if line.startswith("MemAvailable:"):
+            return int(line.split()[1]) * 1024
+    return None
+
+
+def seconds(call: Callable[[], object], device: torch.device) -> float:
+    """Wall seconds of one call, the device's queue empty before and after."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    start = time.perf_counter()
+    call()
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter() - start
+
+
+def spread(values: list[float]) -> dict[str, float]:
+    """Median, quartiles, least and greatest, in the unit of the values."""
+    low, median, high = np.percentile(values, (25, 50, 75))
+    return {
+        "median": float(median),
+        "q25": float(low),
+        "q75": float(high),
+        "min": min(values),
+        "max": max(values),
+    }
+
+
+def interleaved(
+    first: Callable[[], object],
+    second: Callable[[], object],
+    device: torch.device,
+    rounds: int,
+    warmup: int = 3,
+) -> tuple[list[float], list[float]]:
+    """Seconds of two calls timed in turn, A B A B, so that both see the same machine."""
+    for _ in range(warmup):
+        first()
+        second()
+    times: tuple[list[float], list[float]] = ([], [])
+    for _ in range(rounds):
+        times[0].append(seconds(first, device))
+        times[1].append(seconds(second, device))
+    return times
+
+
+def copy_gb_per_s(device: torch.device, elements: int = 1 << 24, rounds: int = 15) -> float:
+    """Median GB/s (bytes read plus bytes written, 1e9) of copying one fp32 tensor to another."""
+    source = torch.ones(elements, device=device)
+    target = torch.empty_like(source)
+    target.copy_(source)
+    times = [seconds(lambda: target.copy_(source), device) for _ in range(rounds)]
+    return 2 * source.nbytes / float(np.median(times)) / 1e9

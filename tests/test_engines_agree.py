@@ -1,0 +1,144 @@
+"""One rule, three engines: numba and Triton against torch, on every shape, case and dtype."""
+
+import numpy as np
+import pytest
+import torch
+
+import cases
+import lowbit_optim
+
+COMPILED = ("numba", "triton")
+LARGE = 100_000  # elements; Triton's interpreter takes seconds for more
+SMALL_SHAPES = [shape for shape in cases.SHAPES if np.prod(shape) <= LARGE]
+BITS = pytest.mark.parametrize("bits", [8, 32])
+CLASSES = pytest.mark.parametrize("case", cases.one_per_class(), ids=lambda case: case.id)
+BY_ID = pytest.mark.parametrize("case", cases.ALL_CASES, ids=lambda case: case.id)
+
+
+@pytest.fixture(params=COMPILED)
+def compiled(request):
+    """An engine that is held against the torch engine, and where its tensors live."""
+    if request.param == "triton":
+        pytest.importorskip("triton", reason="the Triton engine needs the triton package")
+    on_gpu = request.param == "triton" and torch.cuda.is_available()
+    return request.param, "cuda" if on_gpu else "cpu"
+
+
+def run(case, shapes, bits, steps, engine, device, dtype=torch.float32, split=False):
+    """Parameters and states after some steps; `split` gives every tensor its own optimizer."""
+    tracks = [cases.Track(shape) for shape in shapes]
+    grads, lrs = cases.gradients(tracks, steps), cases.rates(case.lr, steps)
+    params = cases.as_params(cases.starts(tracks), dtype, device)
+    columns = [[i] for i in range(len(params))] if split else [range(len(params))]
+    states = {}
+    with lowbit_optim.use_engine(engine):
+        for column in columns:
+            chosen = [params[i] for i in column]
+            optimizer = case.build(chosen, bits, min_8bit_size=1)
+            cases.walk(optimizer, chosen, [[row[i] for i in column] for row in grads], lrs)
+            states.update(optimizer.state)
+    tensors = [
+        {key: value.cpu() for key, value in states[p].items() if torch.is_tensor(value)}
+        for p in params
+    ]
+    return [p.detach().cpu() for p in params], tensors
+
+
+def assert_close(case, got, want, shapes, rtol):
+    """Parameters within rtol but for weights whose code fell on the other side of a midpoint."""
+    for shape, p, q, state, other in zip(shapes, got[0], want[0], got[1], want[1], strict=True):
+        assert p.shape == q.shape == shape
+        off = (p.double() - q.double()).abs() > rtol * q.double().abs()
+        off &= (p.double() - q.double()).abs() > rtol
+        assert int(off.sum()) <= 1 + p.numel() // 1000, shape
+        assert state.keys() == other.keys()
+        for key in state:
+            a, b = state[key], other[key]
+            assert a.dtype == b.dtype
+            assert a.shape == b.shape
+            if a.dtype == torch.uint8:
+                assert int((a != b).sum()) <= 1 + a.numel() // 1000, (shape, key)
+            elif a.numel():
+                close = (a - b).abs() <= 1e-3 * b.abs() + 1e-5 * b.abs().max()
+                assert int((~close).sum()) <= 1 + a.numel() // 1000, (shape, key)
+
+
+@BITS
+@CLASSES
+def test_every_shape(compiled, case, bits):
+    engine, device = compiled
+    shapes = cases.SHAPES if engine == "numba" else SMALL_SHAPES
+    got = run(case, shapes, bits, 2, engine, device)
+    want = run(case, shapes, bits, 2, "torch", "cpu")
+    assert_close(case, got, want, shapes, 1e-5)
+
+
+@BITS
+@BY_ID
+def test_every_case_on_numba(case, bits):
+    """Triton's are in test_trajectories: its interpreter is slow."""
+    shapes = [(3, 90), (300,), (5,), ()]
+    got = run(case, shapes, bits, 6, "numba", "cpu")
+    want = run(case, shapes, bits, 6, "torch", "cpu")
+    assert_close(case, got, want, shapes, 3e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@BITS
+@CLASSES
+def test_half_precision(compiled, case, bits, dtype):
+    engine, device = compiled
+    shapes = [(4, 257), (300,), (7,), ()]
+    got = run(case, shapes, bits, 3, engine, device, dtype)
+    want = run(case, shapes, bits, 3, "torch", "cpu", dtype)
+    for p in got[0]:
+        assert p.dtype == dtype
+    # One rounding step of the dtype where an fp32 result lay next to a boundary, in a few weights.
+    assert_close(case, got, want, shapes, torch.finfo(dtype).eps * 1e-3)
+
+
+@BITS
+@CLASSES
+def test_all_tensors_at_once_are_as_one_by_one(engine, device, case, bits):
+    """The plan over many tensors changes no bit of any of them."""
+    shapes = [(3, 90), (300,), (5,), (), (0,), (2, 3, 70)]
+    steps = 2 if engine == "triton" else 4
+    together = run(case, shapes, bits, steps, engine, device)
+    alone = run(case, shapes, bits, steps, engine, device, split=True)
+    for p, q, state, other in zip(*together[:1], *alone[:1], together[1], alone[1], strict=True):
+        assert torch.equal(p, q)
+        assert all(torch.equal(state[key], other[key]) for key in state)
+
+
+@BITS
+@CLASSES
+def test_a_second_run_gives_the_same_bits(engine, device, case, bits):
+    shapes = [(40, 300), (5000,)] if engine != "triton" else [(4, 300), (500,)]
+    first, second = (run(case, shapes, bits, 2, engine, device) for _ in range(2))
+    for p, q, state, other in zip(*first[:1], *second[:1], first[1], second[1], strict=True):
+        assert torch.equal(p, q)
+        assert all(torch.equal(state[key], other[key]) for key in state)
+
+
+@CLASSES
+def test_two_groups_with_their_own_options(engine, device, case):
+    """Every group is read by itself: another lr, other bits, other options."""
+    shapes = [(300,), (4, 80)]
+    tracks = [cases.Track(shape) for shape in shapes]
+    (row,) = cases.gradients(tracks, 1)
+    a, b = cases.as_params(cases.starts(tracks), torch.float32, device)
+    optimizer = case.build(
+        [{"params": [a]}, {"params": [b], "lr": 2 * case.lr, "optim_bits": 8, "min_8bit_size": 1}]
+    )
+    for p, g in zip((a, b), row, strict=True):
+        p.grad = g.to(p)
+    optimizer.step()
+    want = [
+        case.reference(p, g, {}, lr)
+        for p, g, lr in zip(cases.starts(tracks), row, (case.lr, 2 * case.lr), strict=True)
+    ]
+    assert cases.distance(a, want[0]) < 1e-5
+    assert cases.distance(b, want[1]) < 1e-5
+    for key in case.moments:
+        assert optimizer.state[a][key].dtype == torch.float32
+        assert optimizer.state[b][key].dtype == torch.uint8

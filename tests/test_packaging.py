@@ -1,0 +1,175 @@
+"""The package as an installer and an importer see it."""
+
+import ast
+import importlib.metadata
+import os
+import re
+import shutil
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+
+import lowbit_optim
+
+ROOT = Path(__file__).resolve().parent.parent
+PACKAGES = {
+    "lowbit_optim": ROOT / "lowbit_optim",
+    "lowbit_optim_kernels": ROOT / "kernels" / "lowbit_optim_kernels",
+}
+CODE = sorted(
+    path
+    for folder in ("lowbit_optim", "kernels", "tests", "benchmarks")
+    for path in (ROOT / folder).rglob("*.py")
+)
+TEXT = [
+    *CODE,
+    *(path for path in ROOT.glob("*") if path.suffix in {".md", ".toml", ".txt", ".yml"}),
+    *(ROOT / "docs").rglob("*.md"),
+    ROOT / "Makefile",
+    ROOT / ".ci" / "run",
+]
+MAX_LINES = 400
+MAX_IMPORT_SECONDS = 0.3
+
+# A path of somebody's machine, an address of a package index, a mark of unfinished work.
+FORBIDDEN = re.compile(
+    r"(?<![\w.])/(?:home|root|Users|work)/\w|(?:file|index-url)[:=]\S*/simple|\b(?:TO[D]O|FI[X]ME)\b"
+)
+
+
+def name_of(path):
+    return str(path.relative_to(ROOT))
+
+
+def project_version():
+    text = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
+    return re.search(r'^version = "(.+)"$', text, re.MULTILINE).group(1)
+
+
+def python(script):
+    """Run a script in a fresh interpreter, outside the checkout, and return what it prints."""
+    path = os.pathsep.join(str(folder.parent) for folder in PACKAGES.values())
+    done = subprocess.run(
+        [sys.executable, "-c", script],
+        env={**os.environ, "PYTHONPATH": path},
+        cwd=ROOT.anchor,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout.strip()
+
+
+def exports():
+    """The names that lowbit_optim/__init__.py imports, as (name, name it is given)."""
+    tree = ast.parse((PACKAGES["lowbit_optim"] / "__init__.py").read_text(encoding="utf-8"))
+    imports = [node for node in tree.body if isinstance(node, ast.ImportFrom)]
+    return [(alias.name, alias.asname) for node in imports for alias in node.names]
+
+
+def test_kernels_is_no_package():
+    # `kernels` is another distribution, which other libraries import at run time.
+    assert not (ROOT / "kernels" / "__init__.py").exists()
+
+
+@pytest.mark.parametrize("name", PACKAGES)
+def test_is_typed(name):
+    assert (PACKAGES[name] / "py.typed").exists()
+
+
+def test_version_agrees():
+    assert lowbit_optim.__version__ == project_version()
+
+
+def test_installed_version_agrees():
+    try:
+        installed = importlib.metadata.version("lowbit_optim")
+    except importlib.metadata.PackageNotFoundError:
+        pytest.skip("runs from the checkout, not installed")
+    assert installed == project_version()
+
+
+@pytest.mark.parametrize(("name", "given"), exports())
+def test_export(name, given):
+    assert given == name, f"write `{name} as {name}`, which marks a re-export for type checkers"
+    assert not name.startswith("_")
+    exported = getattr(lowbit_optim, name)
+    if callable(exported):
+        assert exported.__doc__
+
+
+def test_import_loads_no_compiler():
+    loaded = python(
+        "import sys, lowbit_optim; print([m for m in ('numba', 'triton') if m in sys.modules])"
+    )
+    assert loaded == "[]"
+
+
+def test_import_is_quick():
+    # The quickest of five: a busy machine makes an import slower, never faster.
+    script = (
+        "import time, torch; t = time.perf_counter(); import lowbit_optim;"
+        "print(time.perf_counter() - t)"
+    )
+    seconds = [float(python(script)) for _ in range(5)]
+    assert min(seconds) < MAX_IMPORT_SECONDS, seconds
+
+
+def test_works_without_triton():
+    script = """
+import sys
+sys.modules["triton"] = None
+import torch
+import lowbit_optim
+p = torch.nn.Parameter(torch.ones(5000))
+p.grad = torch.ones(5000)
+lowbit_optim.use_engine("torch")
+lowbit_optim.AdamW8bit([p]).step()
+assert (p < 1).all()
+lowbit_optim.use_engine("triton")
+try:
+    lowbit_optim.engine_for(p)
+except RuntimeError as error:
+    print(error)
+"""
+    assert "triton is not installed" in python(script)
+
+
+@pytest.mark.slow
+def test_wheel(tmp_path):
+    source = tmp_path / "source"
+    source.mkdir()
+    for name in ("pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, source)
+    for name in ("lowbit_optim", "kernels", "tests"):
+        shutil.copytree(ROOT / name, source / name, ignore=shutil.ignore_patterns("__pycache__"))
+    offline = ["--no-index", "--no-deps", "--no-build-isolation"]
+    subprocess.run(
+        [sys.executable, "-m", "pip", "wheel", *offline, "--wheel-dir", tmp_path, source],
+        capture_output=True,
+        check=True,
+    )
+    (wheel,) = tmp_path.glob("*.whl")
+    assert wheel.name == f"lowbit_optim-{project_version()}-py3-none-any.whl"
+    files = zipfile.ZipFile(wheel).namelist()
+    for name, folder in PACKAGES.items():
+        sources = {f"{name}/{path.relative_to(folder)}" for path in folder.rglob("*.py")}
+        packed = {file for file in files if file.startswith(f"{name}/")}
+        assert packed == sources | {f"{name}/py.typed"}
+    allowed = (*PACKAGES, f"lowbit_optim-{project_version()}.dist-info")
+    assert {file.split("/")[0] for file in files} == set(allowed)
+
+
+@pytest.mark.parametrize("path", CODE, ids=name_of)
+def test_file_is_short(path):
+    assert len(path.read_text(encoding="utf-8").splitlines()) <= MAX_LINES
+
+
+@pytest.mark.parametrize("path", TEXT, ids=name_of)
+def test_file_names_no_machine(path):
+    found = FORBIDDEN.findall(path.read_text(encoding="utf-8"))
+    assert not found
