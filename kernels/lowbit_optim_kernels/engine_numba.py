@@ -37,7 +37,14 @@ CHUNK = 64  # blocks
 PIECES = 8  # shares of the chunks per thread: a thread that lags takes fewer
 ALONE = 1 << 16  # elements; fewer are not worth waking a thread for
 
-_HELPERS = ("numba_codec", "numba_element", "numba_memory", "numba_scalar", "numba_vector")
+_HELPERS = (
+    "numba_codec",
+    "numba_element",
+    "numba_memory",
+    "numba_scalar",
+    "numba_tables",
+    "numba_vector",
+)
 
 
 @cache
