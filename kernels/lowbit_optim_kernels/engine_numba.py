@@ -148,6 +148,14 @@ def _chunks(slots: list[Slot], members: list[int]) -> np.ndarray:
     return np.array(rows, dtype=np.int64).reshape(-1, 3)
 
 
+def _geometry(slot: Slot) -> tuple[int, int, int, int]:
+    """rows, row, blocks per row, global numel; rows of whole blocks are one long row."""
+    if slot.row % BLOCK == 0:
+        numel = slot.rows * slot.row
+        return 1, numel, numel // BLOCK, slot.numel
+    return slot.rows, slot.row, -(-slot.row // BLOCK), slot.numel
+
+
 def _make_plan(batch: Batch, key: tuple) -> _Plan:
     slots, rule = batch.slots, batch.rule
     members: dict[tuple, list[int]] = {}
@@ -160,7 +168,7 @@ def _make_plan(batch: Batch, key: tuple) -> _Plan:
         )
         for kinds, group in members.items()
     ]
-    geometry = [(s.rows, s.row, -(-s.row // BLOCK), s.numel) for s in slots]
+    geometry = [_geometry(slot) for slot in slots]
     columns = numba_source.MOMENTS + 2 * len(rule.moments) + 1
     return _Plan(
         key=key,

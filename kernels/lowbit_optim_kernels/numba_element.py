@@ -5,7 +5,7 @@ from __future__ import annotations
 from numba import njit
 from numpy import float32 as f32
 
-from .numba_codec import decode_s_64, decode_u_64, encode_s, encode_u
+from .numba_codec import decode_s, decode_u, encode_s, encode_u
 from .numba_memory import (
     enter,
     leave,
@@ -25,6 +25,7 @@ from .numba_vector import (
     highest,
     maximum,
     minimum,
+    reach,
     rounded,
     sign,
     splat,
@@ -34,11 +35,14 @@ from .numba_vector import (
 )
 
 __all__ = [
-    "abs", "decode_s_64", "decode_u_64", "encode_s", "encode_u", "enter", "f32", "finite",
-    "highest", "leave", "load_bf16", "load_f16", "load_f32", "maximum", "minimum", "njit",
+    "INFINITY", "abs", "decode_s", "decode_u", "encode_s", "encode_u", "enter", "f32", "finite",
+    "highest", "leave", "load_bf16", "load_f16", "load_f32", "maximum", "minimum", "njit", "reach",
     "only_finite", "read_f32", "rounded", "sign", "splat", "sqrt", "stack", "store_bf16",
     "store_f16", "store_f32", "total", "where", "write_f32",
 ]  # fmt: skip
+
+
+INFINITY = f32(float("inf"))
 
 
 @njit(nogil=True, error_model="numpy")

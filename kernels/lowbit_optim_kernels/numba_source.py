@@ -10,7 +10,8 @@ call steps any number of tensors:
     chunks    int64   (chunks, 3)     tensor, first block, number of blocks
     partial   float64 (chunks, ...)   sums of a reduction's terms over one chunk
 
-A block is 256 elements; a short one goes through zero-padded scratch memory.
+A tile is up to four whole blocks of 256 elements, or one short block, which goes through zero-padded
+scratch memory.
 """
 
 from __future__ import annotations
@@ -30,6 +31,8 @@ P, G, STEP, MOMENTS = 0, 1, 2, 3  # columns of `address`
 GSCALE, SCALARS = 0, 1  # columns of `scalars`
 SIZE = {"f32": 4, "bf16": 2, "f16": 2}
 SPARE = 1024  # bytes of scratch for one padded operand
+TILE = 4  # blocks that pass through a stage together
+ROW = 1024 * TILE  # bytes of scratch for one moment of a tile
 
 DRIVER = '@njit(cache=True, nogil=True, error_model="numpy")'
 INNER = '@njit(nogil=True, error_model="numpy")'
@@ -114,32 +117,60 @@ class _ElementWriter:
 
     def update(self) -> list[str]:
         """The pass that writes parameters and moments."""
+        functions = [self.rule.direction]
+        scalars = element_scalars(self.rule, functions)
+        scalars += [name for name in ("shrink", "rate") if name not in scalars]
+        eight = self.bits == 8 and bool(self.moments)
         body = [
             _call(self.rule.direction),
             f"store_{self.p_kind}(p_at + {SIZE[self.p_kind]} * j, rounded(shrink, p) - rate * u)",
         ]
-        before, after = [], []
-        if self.bits == 8 and self.moments:
-            body.append(f"ok = {' & '.join(f'finite({m.key})' for m in self.moments)}")
-            for k, m in enumerate(self.moments):
-                body += [
-                    f"{m.key} = where(ok, {m.key}, splat(f32(0.0)))",
-                    f"top_{m.key} = maximum(top_{m.key}, abs({m.key}))",
-                    f"store_f32(scratch + {SPARE * k} + 4 * j, {m.key})",
-                ]
-                before.append(f"top_{m.key} = splat(f32(0.0))")
-                after += [
-                    f"largest = highest(top_{m.key})",
-                    f"write_f32(absmax_{m.key}, largest)",
-                    f"encode_{_kind(m)}(scratch + {SPARE * k}, largest, at_{m.key}, n)",
-                ]
-        else:
-            body += [f"store_f32(at_{m.key} + 4 * j, {m.key})" for m in self.moments]
-        functions = [self.rule.direction]
-        scalars = element_scalars(self.rule, functions)
-        scalars += [name for name in ("shrink", "rate") if name not in scalars]
-        block = self._block("update_block", scalars, functions, body, before, after)
-        return [block, self._driver("update", scalars, functions, None)]
+        for k, m in enumerate(self.moments):
+            body.append(f"store_f32({self._moment_at(k, m)} + 4 * j, {m.key})")
+            if eight:
+                body.append(f"top_{m.key} = reach(top_{m.key}, {m.key})")
+        lines = ["for start in range(0, n, 256):", "    stop = min(n, start + 256)"]
+        lines += [f"    top_{m.key} = splat(f32(0.0))" for m in self.moments if eight]
+        lines += self._vectors(functions, {"p"}, body, "start, stop", 4)
+        lines += _lines("\n".join(self._new_scales()), 4) if eight else []
+        for k, m in enumerate(self.moments if eight else ()):
+            lines += [
+                "for start in range(0, n, 256):",
+                f"    largest = read_f32(absmax_{m.key} + start // 64)",
+                f"    row = scratch + {ROW * k} + 4 * start",
+                f"    encode_{_kind(m)}(row, largest, at_{m.key} + start, min(256, n - start))",
+            ]
+        block = self._block("update_block", scalars, functions, lines)
+        return [*self._mended(eight), block, self._driver("update", scalars, functions, None)]
+
+    def _new_scales(self) -> list[str]:
+        """Store the block's new scales, after mending the block if a moment is not finite."""
+        tops = [f"highest(top_{m.key})" for m in self.moments]
+        names = [f"largest_{m.key}" for m in self.moments]
+        lines = [f"{', '.join(names)} = {', '.join(tops)}"]
+        lines.append(f"if not ({' and '.join(f'{name} < INFINITY' for name in names)}):")
+        lines.append(f"    {', '.join(names)} = mend(scratch + 4 * start, stop - start)")
+        return lines + [f"write_f32(absmax_{m.key} + start // 64, largest_{m.key})"
+                        for m in self.moments]  # fmt: skip
+
+    def _mended(self, eight: bool) -> list[str]:
+        """A function that zeroes all moments of elements with one that is not finite."""
+        if not eight:
+            return []
+        lines = [INNER[:-1] + ', inline="never")', "def mend(row, n):"]
+        lines += [f"    top_{m.key} = splat(f32(0.0))" for m in self.moments]
+        lines.append("    for j in range(0, n, 16):")
+        for k, m in enumerate(self.moments):
+            lines.append(f"        {m.key} = load_f32(row + {ROW * k} + 4 * j)")
+        lines.append(f"        ok = {' & '.join(f'finite({m.key})' for m in self.moments)}")
+        for k, m in enumerate(self.moments):
+            lines += [
+                f"        {m.key} = where(ok, {m.key}, splat(f32(0.0)))",
+                f"        store_f32(row + {ROW * k} + 4 * j, {m.key})",
+                f"        top_{m.key} = reach(top_{m.key}, {m.key})",
+            ]
+        lines.append(f"    return {', '.join(f'highest(top_{m.key})' for m in self.moments)}")
+        return ["\n".join(lines)]
 
     def reduction(self, name: str, terms_of: RuleFunction) -> list[str]:
         """The pass `name` that sums the terms of a function over each chunk.
@@ -156,10 +187,11 @@ class _ElementWriter:
         body.append(_call(terms_of))
         keep = "" if terms_of is gradient_square else "only_finite"
         body += [f"sum_{term} = sum_{term} + {keep}({term})" for term in terms]
-        before = [f"sum_{term} = splat(f32(0.0))" for term in terms]
-        after = [f"return {', '.join(f'total(sum_{term})' for term in terms)}"]
         scalars = element_scalars(self.rule, functions)
-        block = self._block(f"{name}_block", scalars, functions, body, before, after)
+        lines = [f"sum_{term} = splat(f32(0.0))" for term in terms]
+        lines += self._vectors(functions, set(), body, "0, n", 0)
+        lines.append(f"return {', '.join(f'total(sum_{term})' for term in terms)}")
+        block = self._block(f"{name}_block", scalars, functions, lines)
         return [block, self._driver(name, scalars, functions, terms)]
 
     def _reads_state(self, functions: list[RuleFunction]) -> bool:
@@ -178,43 +210,53 @@ class _ElementWriter:
                 names += [f"absmax_{m.key}" for m in self.moments]
         return names
 
+    def _moment_at(self, k: int, moment: Moment) -> str:
+        """Address of the fp32 values of moment k of a tile."""
+        return f"scratch + {ROW * k}" if self.bits == 8 else f"at_{moment.key}"
+
+    def _vectors(
+        self, functions: list[RuleFunction], also: set[str], body: list[str], bounds: str,
+        spaces: int,
+    ) -> list[str]:  # fmt: skip
+        """The loop over a tile's vectors: loads of what is read, then `body`."""
+        wanted = also | {read for fn in functions for read in reads(fn)}
+        lines = [f"for j in range({bounds}, 16):"]
+        if "p" in wanted:
+            lines.append(f"    p = load_{self.p_kind}(p_at + {SIZE[self.p_kind]} * j)")
+        if "g" in wanted:
+            lines.append(f"    g = load_{self.g_kind}(g_at + {SIZE[self.g_kind]} * j) * gscale")
+        if self._reads_state(functions):
+            for k, m in enumerate(self.moments):
+                lines.append(f"    {m.key} = load_f32({self._moment_at(k, m)} + 4 * j)")
+        return _lines("\n".join(lines + _lines("\n".join(body), 4)), spaces)
+
     def _block(
-        self, name: str, scalars: list[str], functions: list[RuleFunction], body: list[str],
-        before: list[str], after: list[str],
-    ) -> str:  # fmt: skip
-        """A function over one block of n elements, a multiple of 64: four vectors at a time."""
-        state, eight = self._reads_state(functions), self.bits == 8
+        self, name: str, scalars: list[str], functions: list[RuleFunction], lines: list[str]
+    ) -> str:
+        """A function over a tile of n elements: full blocks, or a short one of n % 64 == 0.
+
+        Stage by stage (decode all moments, rule, encode all), so that the tables of a stage stay
+        in registers.
+        """
         arguments = [*self._arguments(functions), "n", "scratch", "gscale", *scalars]
-        arguments_read = {read for fn in functions for read in reads(fn)}
-        arguments_read |= {"p"} if name == "update_block" else set()
-        lines = [INNER, f"def {name}({', '.join(arguments)}):"]
-        if state and eight:
-            lines += [f"    scale_{m.key} = read_f32(absmax_{m.key})" for m in self.moments]
-        lines += _lines("\n".join(before), 4)
-        lines.append("    for i in range(0, n, 64):")
-        if state and eight:
-            for m in self.moments:
-                four = ", ".join(f"{m.key}_{k}" for k in range(4))
-                lines.append(f"        {four} = decode_{_kind(m)}_64(at_{m.key} + i)")
-        for k in range(4):
-            vector = [f"j = i + {16 * k}"]
-            if "p" in arguments_read:
-                vector.append(f"p = load_{self.p_kind}(p_at + {SIZE[self.p_kind]} * j)")
-            if self._reads_gradient(functions):
-                load = f"load_{self.g_kind}(g_at + {SIZE[self.g_kind]} * j)"
-                vector.append(f"g = {load} * gscale")
-            for m in self.moments if state else ():
-                load = f"{m.key}_{k} * scale_{m.key}" if eight else f"load_f32(at_{m.key} + 4 * j)"
-                vector.append(f"{m.key} = {load}")
-            lines += _lines("\n".join(vector + body), 8)
-        return "\n".join(lines + _lines("\n".join(after), 4))
+        stages = []
+        if self._reads_state(functions) and self.bits == 8:
+            for k, m in enumerate(self.moments):
+                stages += [
+                    "for start in range(0, n, 256):",
+                    f"    scale = read_f32(absmax_{m.key} + start // 64)",
+                    f"    row = scratch + {ROW * k} + 4 * start",
+                    f"    decode_{_kind(m)}(at_{m.key} + start, scale, row, min(256, n - start))",
+                ]
+        head = f"def {name}({', '.join(arguments)}):"
+        return "\n".join([INNER, head, *_lines("\n".join(stages + lines), 4)])
 
     def _driver(
         self, name: str, scalars: list[str], functions: list[RuleFunction], terms: tuple | None
     ) -> str:
         """What the threads call: the blocks of chunks lo..hi."""
         hyper, columns = hyper_names(self.rule), self.rule.scalars()
-        lines = [f"scratch = stack({SPARE * max(1, len(self.moments))})"]
+        lines = [f"scratch = stack({ROW * max(1, len(self.moments))})"]
         lines += [f"spare = stack({SPARE * (2 + len(self.moments))})"]
         lines += ["for c in range(lo, hi):", "    t = chunks[c, 0]"]
         lines += [f"    gscale = f32(scalars[t, {GSCALE}])"]
@@ -224,10 +266,12 @@ class _ElementWriter:
         lines += ["    row, per_row = geometry[t, 1], geometry[t, 2]"]
         lines += [f"    sum_{term} = 0.0" for term in terms or ()]
         lines += [
-            "    for b in range(chunks[c, 1], chunks[c, 1] + chunks[c, 2]):",
+            "    b, end = chunks[c, 1], chunks[c, 1] + chunks[c, 2]",
+            "    while b < end:",
             "        column = b % per_row * 256",
             "        first = b // per_row * row + column",
-            "        size = min(row - column, 256)",
+            f"        whole = min(row - column, 256 * min(end - b, {TILE})) // 256",
+            "        size = 256 * whole if whole > 0 else row - column",
             "        n = (size + 63) // 64 * 64",
         ]
         homes, enters, leaves = self._operands(functions, writes=terms is None)
@@ -237,6 +281,7 @@ class _ElementWriter:
             call = f"{', '.join(f'term_{term}' for term in terms)} = {call}"
         lines += _lines("\n".join([*homes, *enters, call, *leaves]), 8)
         lines += [f"        sum_{term} += term_{term}" for term in terms or ()]
+        lines.append("        b += max(whole, 1)")
         lines += [f"    partial[c, {i}] = sum_{term}" for i, term in enumerate(terms or ())]
         last = ", partial" if terms is not None else ""
         head = f"def {name}(lo, hi, address, geometry, chunks, hyper, scalars{last}):"
@@ -304,12 +349,7 @@ def dequantize_{name}(lo, hi, row, x_at, codes_at, absmax_at):
         codes = enter(codes_at + first, spare, size, n, 1, {pad})
         x = x_at + 4 * first if size == n else spare + 1024
         scale = read_f32(absmax_at + 4 * b)
-        for i in range(0, n, 64):
-            v0, v1, v2, v3 = decode_{kind}_64(codes + i)
-            store_f32(x + 4 * i, v0 * scale)
-            store_f32(x + 4 * i + 64, v1 * scale)
-            store_f32(x + 4 * i + 128, v2 * scale)
-            store_f32(x + 4 * i + 192, v3 * scale)
+        decode_{kind}(codes, scale, x, n)
         leave(x_at + 4 * first, x, size, 4)
 """
 

@@ -231,11 +231,24 @@ def _fold(b: ir.IRBuilder, x: ir.Value, join: Callable) -> ir.Value:
 
 
 @intrinsic
-def highest(typing, x):
-    """The largest lane."""
+def reach(typing, top, x):
+    """The larger of top and |x| by bit pattern, so that NaN and infinity win; top >= 0."""
 
     def emit(context, b, signature_, args):
-        return _fold(b, args[0], lambda p, q: b.select(b.fcmp_ordered(">", p, q), p, q))
+        old, new = (b.bitcast(y, vector(i32)) for y in (args[0], fabs(b, args[1])))
+        return b.bitcast(b.select(b.icmp_unsigned(">", old, new), old, new), vector(f32))
+
+    return F(F, F), emit
+
+
+@intrinsic
+def highest(typing, x):
+    """The largest lane of x >= 0 by bit pattern, so that NaN and infinity win."""
+
+    def emit(context, b, signature_, args):
+        bits = b.bitcast(args[0], vector(i32))
+        top = _fold(b, bits, lambda p, q: b.select(b.icmp_unsigned(">", p, q), p, q))
+        return b.bitcast(top, f32)
 
     return types.float32(F), emit
 
