@@ -252,8 +252,7 @@ def inverse_of(x, absmax, n):
     return np.float32(2.0**DOWN) / (absmax * s)
 
 
-def _block_functions(decode_64: Callable, encode_64: Callable) -> tuple[Callable, Callable]:
-    @njit(nogil=True, error_model="numpy")
+def _block_functions(kind: str, decode_64: Callable, encode_64: Callable) -> tuple:
     def decode(codes, scale, out, n):
         """n codes, a multiple of 64, to fp32 numbers at out."""
         for i in range(0, n, 64):
@@ -263,15 +262,20 @@ def _block_functions(decode_64: Callable, encode_64: Callable) -> tuple[Callable
             store_f32(out + 4 * i + 128, c * scale)
             store_f32(out + 4 * i + 192, d * scale)
 
-    @njit(nogil=True, error_model="numpy")
     def encode(x, absmax, codes, n):
         """n fp32 numbers at x, a multiple of 64, to codes; absmax = max |x|. May rescale x."""
         inverse = inverse_of(x, absmax, n)
         for i in range(0, n, 64):
             encode_64(x + 4 * i, inverse, codes + i)
 
-    return decode, encode
+    # Numba names machine code by the function's name and a counter of the process that compiled it.
+    # Code loaded from the disk cache has the counters of several processes, so that two functions
+    # of one name can meet: the signed one would run for the unsigned.
+    for function in (decode, encode):
+        function.__name__ = function.__qualname__ = f"{function.__name__}_{kind}"
+    compiled = njit(nogil=True, error_model="numpy")
+    return compiled(decode), compiled(encode)
 
 
-decode_s, encode_s = _block_functions(decode_s_64, encode_s_64)
-decode_u, encode_u = _block_functions(decode_u_64, encode_u_64)
+decode_s, encode_s = _block_functions("signed", decode_s_64, encode_s_64)
+decode_u, encode_u = _block_functions("unsigned", decode_u_64, encode_u_64)
