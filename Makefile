@@ -3,11 +3,13 @@
 #
 #   make test PYTHON=python3.12   another interpreter for .venv
 #   make test ARGS="-k lars"      more arguments for the command of a target
+#   make test JOBS=0              in one process, for a debugger
 #   make test PY=python3          no .venv: an environment of your own, as it is
 #   make demo TORCH_ARGS="..."    more arguments for `pip install torch`: the index of another build
 
 PYTHON ?= python3
 ARGS ?=
+JOBS ?= 2
 TORCH_ARGS ?=
 VENV := .venv
 PY := $(VENV)/bin/python
@@ -34,7 +36,7 @@ demo: $(DEV)  ## train with 32-bit and 8-bit optimizers and compare them
 	$(PY) -m benchmarks.compare $(ARGS)
 
 test: $(DEV)  ## run the tests
-	$(PY) -m pytest $(ARGS)
+	$(PY) -m pytest --numprocesses $(JOBS) $(ARGS)
 
 lint: $(DEV)  ## check style and formatting
 	$(PY) -m ruff check .

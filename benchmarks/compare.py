@@ -6,6 +6,7 @@ of a seed, every optimizer in a process of its own.
 
 from __future__ import annotations
 
+import os
 import tempfile
 import time
 from collections.abc import Iterator, Mapping
@@ -28,6 +29,8 @@ from benchmarks import measure, plot, registry, report, summary, worker, workloa
 
 LOCAL_RESULTS = Path(__file__).resolve().parent / "results" / "local"
 _WORKER = "benchmarks.compare_worker"
+# Threads that spin while they wait make a run on a busy machine five times slower.
+_WAIT = {"OMP_WAIT_POLICY": os.environ.get("OMP_WAIT_POLICY", "PASSIVE")}
 
 
 def train_all(
@@ -40,7 +43,7 @@ def train_all(
     bar = progress.add_task(f"{task.name} {entry.name}", total=total, loss="starting")
     runs: list[dict] = []
     memory: dict = {}
-    for event in worker.stream(_WORKER, arguments, int(spec["threads"])):
+    for event in worker.stream(_WORKER, arguments, int(spec["threads"]), _WAIT):
         kind = event.pop("event")
         if kind == "step":
             done = event["seed"] * steps + event["step"]
@@ -52,6 +55,8 @@ def train_all(
     quality = summary.mean_sd([run["quality"] for run in runs])
     mean = "diverged" if quality["mean"] is None else f"{quality['mean']:.4f}"
     progress.update(bar, completed=total, loss=mean)
+    if not progress.console.is_terminal:
+        progress.console.print(f"{task.name} {entry.name}: {mean}", highlight=False)
     times = [ms for run in runs for ms in run["step_ms"]]
     return {
         "lr": lr,
@@ -106,7 +111,10 @@ def compare_task(
 
 
 def _progress(console: Console) -> Progress:
-    """A bar an optimizer; a few refreshes a second, because the cores are busy training."""
+    """A bar an optimizer; a few refreshes a second, because the cores are busy training.
+
+    In a pipe or a log there is a line for each finished optimizer instead.
+    """
     return Progress(
         TextColumn("{task.description}"),
         BarColumn(),
@@ -116,6 +124,7 @@ def _progress(console: Console) -> Progress:
         TimeRemainingColumn(),
         console=console,
         refresh_per_second=4,
+        disable=not console.is_terminal,
     )
 
 
@@ -148,7 +157,7 @@ def main(
     out: Annotated[Path, typer.Option(help="folder for compare.json and .png")] = LOCAL_RESULTS,
 ) -> None:
     """Train with 32-bit and 8-bit optimizers and compare quality, memory and time."""
-    console, start = Console(), time.perf_counter()
+    console, start, load = Console(), time.perf_counter(), report.load_average()
     options = {"task": task, "optimizer": optimizer, "seeds": seeds, "steps": steps, "lr": lr,
                "device": device, "threads": threads}  # fmt: skip
     try:
@@ -159,9 +168,12 @@ def main(
     spec = {"seeds": seeds, "steps": steps, "lr": lr, "device": used,
             "threads": threads or report.cores()}  # fmt: skip
     results = {}
-    with tempfile.TemporaryDirectory() as folder, _progress(console) as progress:
-        for one, entries in plan:
-            results[one.name] = compare_task(one, entries, spec, progress, Path(folder))
+    try:
+        with tempfile.TemporaryDirectory() as folder, _progress(console) as progress:
+            for one, entries in plan:
+                results[one.name] = compare_task(one, entries, spec, progress, Path(folder))
+    except RuntimeError as error:
+        raise SystemExit(str(error)) from error
     for result in results.values():
         console.print(summary.table(result))
         for line in (*(line["text"] for line in result["verdicts"]), summary.first_steps(result)):
@@ -175,10 +187,13 @@ def main(
         "device": used,
         "threads": spec["threads"],
         "seeds": seeds,
+        "load_before": load,
         "wall_s": round(time.perf_counter() - start, 1),
         "notes": summary.notes(used),
         "tasks": results,
     }
+    if report.busy_note(load):
+        console.print(report.busy_note(load))
     report.write_json(out / "compare.json", written)
     plot.loss_curves(out / "compare.png", results)
     console.print(f"{written['wall_s']:.0f} s, {spec['threads']} threads")

@@ -35,7 +35,9 @@ def loss_curves(path: Path, results: Mapping[str, Mapping[str, object]]) -> None
             panel.fill_between(
                 steps, losses.min(0), losses.max(0), color=line.get_color(), alpha=0.12, linewidth=0
             )
-        panel.set(title=result["what"], xlabel="step", ylabel="training loss (nats)", yscale="log")
+        panel.set(title=result["what"], xlabel="step", ylabel="training loss (nats)")
+        low, high = panel.dataLim.intervaly
+        panel.set_yscale("log" if high > 20 * low > 0 else "linear")
         panel.legend()
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=110)

@@ -71,6 +71,20 @@ def environment() -> dict[str, object]:
     }
 
 
+def load_average() -> float | None:
+    """Processes that wanted a core over the last minute, None where the system does not say."""
+    return round(os.getloadavg()[0], 2) if hasattr(os, "getloadavg") else None
+
+
+def busy_note(load: float | None) -> str | None:
+    """A warning if the machine was at work before the program began."""
+    if load is None or load < 0.5 * cores():
+        return None
+    return (
+        f"The machine was busy before (load {load:g} on {cores()} cores): quote no time from here."
+    )
+
+
 def command(module: str, options: Mapping[str, object]) -> str:
     """The command line that repeats a run; options that are None or empty are left out."""
     words = [f"python -m {module}"]

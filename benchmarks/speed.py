@@ -51,6 +51,18 @@ def run_section(spec: dict[str, object], progress: Progress) -> dict[str, object
     return section
 
 
+def time_all(
+    spec: dict[str, object], names: list[str], runs: list[tuple[str, int]], progress: Progress
+) -> list[dict[str, object]]:
+    """A section for every device and thread count; a device's first one verifies."""
+    sections: list[dict[str, object]] = []
+    for device, count in runs:
+        verify = [] if any(one["device"] == device for one in sections) else names
+        one = {**spec, "device": device, "threads": count, "verify": verify}
+        sections.append(run_section(one, progress))
+    return sections
+
+
 def first_steps(names: list[str], device: str, threads: int) -> dict[str, object]:
     """Seconds of the first step in a process with an empty kernel cache, then in a second one."""
     results = {}
@@ -174,7 +186,7 @@ def main(
     out: Annotated[Path, typer.Option(help="folder for speed.json")] = LOCAL_RESULTS,
 ) -> None:
     """Time optimizer steps beside torch's fused and foreach optimizers."""
-    console, start = Console(), time.perf_counter()
+    console, start, load = Console(), time.perf_counter(), report.load_average()
     unknown = [name for name in case or () if name not in shapes.SHAPES]
     if unknown:
         known = ", ".join(shapes.SHAPES)
@@ -188,27 +200,27 @@ def main(
     runs = [("cpu", count) for count in counts]
     if torch.cuda.is_available():
         runs.append(("cuda", max(counts)))
-    sections = []
-    with Progress(SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn(),
-                  console=console) as progress:  # fmt: skip
-        checked: set[str] = set()
-        for device, count in runs:
-            verify = [] if device in checked else names
-            checked.add(device)
-            one = {**spec, "device": device, "threads": count, "verify": verify}
-            sections.append(run_section(one, progress))
-    timed = [name for name in FIRST_STEPS if name in names] if first else []
-    firsts = first_steps(timed, "cpu", max(counts))
+    try:
+        with Progress(SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn(),
+                      console=console) as progress:  # fmt: skip
+            sections = time_all(spec, names, runs, progress)
+        timed = [name for name in FIRST_STEPS if name in names] if first else []
+        firsts = first_steps(timed, "cpu", max(counts))
+    except RuntimeError as error:
+        raise SystemExit(str(error)) from error
     show(console, sections, firsts)
     options = {"optimizer": optimizer, "case": case, "threads": threads, "rounds": rounds,
                "peers": peers, "no-first": not first}  # fmt: skip
     written = {
         "command": report.command("benchmarks.speed", options),
         **report.environment(),
+        "load_before": load,
         "wall_s": round(time.perf_counter() - start, 1),
         "sections": sections,
         "first_step": firsts,
     }
+    if report.busy_note(load):
+        console.print(report.busy_note(load))
     report.write_json(out / "speed.json", written)
     console.print(f"{written['wall_s']:.0f} s\nresults: {out / 'speed.json'}", soft_wrap=True)
 

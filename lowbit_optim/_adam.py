@@ -190,6 +190,11 @@ class AdamW(Adam):
             decoupled_weight_decay=True,
         )  # fmt: skip
 
+    def _validate(self, group: Mapping[str, Any]) -> None:
+        super()._validate(group)
+        if not group["decoupled_weight_decay"]:
+            raise ValueError("decoupled_weight_decay must be True for AdamW; use Adam")
+
 
 Adam8bit = fixed_bits(Adam, 8, keep_argument=True)
 Adam32bit = fixed_bits(Adam, 32, keep_argument=True)

@@ -10,8 +10,10 @@ import torch
 from torch import Tensor
 
 from lowbit_optim_kernels.dynamic8 import Layout
+from lowbit_optim_kernels.plan import GNORM_HISTORY
 from lowbit_optim_kernels.rules import Moment
 
+from . import _manager
 from ._codec import dequantize_blockwise, quantize_blockwise
 
 KEY = "lowbit_optim"
@@ -24,13 +26,20 @@ def header(family: str) -> dict[str, Any]:
     return {"format_version": FORMAT_VERSION, "optimizer": family}
 
 
-def check_header(state_dict: Mapping[str, Any], family: str) -> None:
+def check_header(state_dict: Mapping[str, Any], family: str, defaults: Mapping[str, Any]) -> None:
     """Refuse a state dict of a newer format or of another optimizer."""
     for key in ("state", "param_groups"):
         if key not in state_dict:
             raise ValueError(f"state_dict has no {key!r}; it is not an optimizer's state dict")
     head = state_dict.get(KEY)
     if head is None:  # torch.optim's, or one that a checkpoint library has rebuilt
+        foreign = {key for group in state_dict["param_groups"] for key in group}
+        foreign = foreign & _manager.settings() - defaults.keys()
+        if foreign:
+            raise ValueError(
+                f"state_dict is of another optimizer than {family!r}, which has no "
+                f"{', '.join(sorted(foreign))}"
+            )
         return
     if head["format_version"] > FORMAT_VERSION:
         raise ValueError(
@@ -95,21 +104,24 @@ def fitted(
     saved: Mapping[str, Any], p: Tensor, moments: tuple[Moment, ...], bits: int, name: str
 ) -> dict[str, Any]:
     """A parameter's state, copied from `saved`, on the parameter's device and `bits` wide."""
+    saved = {key: value for key, value in saved.items() if value is not None}
+    if not saved:
+        return {}  # torch.optim.SGD before its first step with momentum
     state: dict[str, Any] = {}
     used = {"step"}
     for moment in moments:
-        if saved.get(moment.key) is None:
-            if "step" in saved or "momentum_buffer" not in saved:
-                raise ValueError(
-                    f"state_dict does not fit {name}: it has no {moment.key!r} for a parameter "
-                    f"of shape {tuple(p.shape)}, only {sorted(saved)}"
-                )
-            return {}  # torch.optim.SGD before its first step with momentum
+        if moment.key not in saved:
+            raise ValueError(
+                f"state_dict does not fit {name}: it has no {moment.key!r} for a parameter "
+                f"of shape {tuple(p.shape)}, only {sorted(saved)}"
+            )
         used |= {moment.key, f"{moment.key}_absmax"}
         state.update(_fitted_moment(saved, p, moment, bits, name))
     state["step"] = _fitted_step(saved, p)
     for key, value in saved.items():
-        if key not in used and value is not None:
+        if key == "gnorm_vec":
+            state[key] = _fitted_norms(value, p, name)
+        elif key not in used:
             state[key] = value.to(p.device, copy=True) if isinstance(value, Tensor) else value
     return state
 
@@ -120,14 +132,24 @@ def _fitted_step(saved: Mapping[str, Any], p: Tensor) -> Tensor:
     return torch.as_tensor(step).to(dtype=torch.float32, device=p.device, copy=True).reshape(())
 
 
+def _fitted_norms(value: Any, p: Tensor, name: str) -> Tensor:
+    if not isinstance(value, Tensor) or value.shape != (GNORM_HISTORY,):
+        raise ValueError(
+            f"state_dict does not fit {name}: 'gnorm_vec' must have shape ({GNORM_HISTORY},); got "
+            f"{tuple(value.shape) if isinstance(value, Tensor) else value!r}"
+        )
+    return value.to(device=p.device, dtype=torch.float32, copy=True)
+
+
 def _fitted_moment(
     saved: Mapping[str, Any], p: Tensor, moment: Moment, bits: int, name: str
 ) -> dict[str, Any]:
     value = saved[moment.key]
     scales = saved.get(f"{moment.key}_absmax")
-    if value.shape != p.shape:
+    if not isinstance(value, Tensor) or value.shape != p.shape:
         raise ValueError(
-            f"state_dict does not fit {name}: {moment.key!r} has shape {tuple(value.shape)}, "
+            f"state_dict does not fit {name}: {moment.key!r} has shape "
+            f"{tuple(value.shape) if isinstance(value, Tensor) else value!r}, "
             f"its parameter {tuple(p.shape)}"
         )
     if (value.dtype == torch.uint8) != (scales is not None):

@@ -21,6 +21,15 @@ def number(
         raise ValueError(f"{name} must be finite, >= {low:g}{upper}; got {value!r}")
 
 
+def positive(name: str, value: Any, high: float = math.inf) -> None:
+    """Refuse what is not a finite number in (0, high]."""
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise TypeError(f"{name} must be a number, got {value!r}")
+    if not 0 < value <= high or not math.isfinite(value):
+        upper = "" if high == math.inf else f" and <= {high:g}"
+        raise ValueError(f"{name} must be finite, > 0{upper}; got {value!r}")
+
+
 def learning_rate(value: Any) -> None:
     """Refuse a learning rate that is negative, not finite, or a tensor of several elements."""
     if isinstance(value, torch.Tensor):

@@ -1,7 +1,8 @@
-"""`LowBitOptimizer`: parameter groups, state and the step loop of every optimizer. No mathematics."""
+"""`LowBitOptimizer`: groups, state and the step loop of every optimizer. No mathematics."""
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Mapping
 from typing import Any, ClassVar, overload
 
@@ -10,13 +11,18 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lowbit_optim_kernels import dispatch
-from lowbit_optim_kernels.dynamic8 import ZERO_CODE, Layout
+from lowbit_optim_kernels.dynamic8 import TOP_CODE, ZERO_CODE, Layout
 from lowbit_optim_kernels.plan import GNORM_HISTORY, Batch, Slot
-from lowbit_optim_kernels.rules import Rule
+from lowbit_optim_kernels.rules import Moment, Rule
 
-from . import _checkpoint, _checks
+from . import _checkpoint, _checks, _manager
 
 STATE_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+
+
+def _add_header(optimizer: Any, state_dict: dict[str, Any]) -> None:
+    """A hook, and the first one, so that a user's hooks are given all that is saved."""
+    state_dict[_checkpoint.KEY] = _checkpoint.header(optimizer.family)
 
 
 class LowBitOptimizer(Optimizer):
@@ -30,15 +36,23 @@ class LowBitOptimizer(Optimizer):
     family: ClassVar[str]
     _step_supports_amp_scaling = True
 
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        _manager.know_settings(inspect.signature(cls.__init__).parameters)
+
     def __init__(self, params: Any, defaults: dict[str, Any], args: Any = None) -> None:
         _checks.replace_by_args(defaults, args)
         self._validate(defaults)
-        self._caches: dict[Any, dict] = {}
+        self._forget()
         super().__init__(params, defaults)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        self._caches = {}
+        self._forget()
+
+    def _forget(self) -> None:
+        self._caches: dict[Any, dict] = {}
+        self._overrides = _manager.Overrides()
 
     # What a front-end supplies.
 
@@ -53,6 +67,14 @@ class LowBitOptimizer(Optimizer):
     def _hyper(self, group: Mapping[str, Any]) -> dict[str, float | Tensor]:
         """The rule's hyperparameters by name, but lr and max_unorm."""
         raise NotImplementedError
+
+    def _moments(self, group: Mapping[str, Any]) -> tuple[Moment, ...]:
+        """The moments that these settings keep."""
+        return self._rule(group).moments
+
+    def _start(self, key: str, group: Mapping[str, Any]) -> float:
+        """The value, not negative, that every element of a new moment has."""
+        return 0.0
 
     # torch.optim.Optimizer's protocol.
 
@@ -70,11 +92,12 @@ class LowBitOptimizer(Optimizer):
             self._validate({**self.defaults, **param_group})
         super().add_param_group(param_group)
         for p in self.param_groups[-1]["params"]:
-            if p.dtype not in STATE_DTYPES:
+            if p.dtype not in STATE_DTYPES or p.layout != torch.strided:
                 self.param_groups.pop()
                 allowed = ", ".join(str(d).removeprefix("torch.") for d in STATE_DTYPES)
                 raise TypeError(
-                    f"{type(self).__name__} takes parameters of dtype {allowed}; got {p.dtype}"
+                    f"{type(self).__name__} takes dense parameters of dtype {allowed}; got "
+                    f"{p.dtype}, {p.layout}"
                 )
 
     @overload
@@ -101,18 +124,7 @@ class LowBitOptimizer(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        batches: list[Batch] = []
-        written: list[Tensor] = []
-        staged: list[tuple[Tensor, Tensor]] = []
-        for index, group in enumerate(self.param_groups):
-            batches += self._batches(index, group, written, staged)
-        if batches:
-            dispatch.step(batches)
-        for p, work in staged:
-            p.copy_(work)
-        # Compiled engines write through addresses, which autograd's version counters do not see.
-        if written:
-            torch.autograd.graph.increment_version(written)
+        self._step_groups()
         return loss
 
     def state_dict(self) -> dict[str, Any]:
@@ -122,7 +134,9 @@ class LowBitOptimizer(Optimizer):
         optimizer's family. An 8-bit moment `<key>` is uint8 codes of the parameter's shape, with
         its fp32 scales in `<key>_absmax`.
         """
-        return {**super().state_dict(), _checkpoint.KEY: _checkpoint.header(self.family)}
+        if _add_header not in self._optimizer_state_dict_post_hooks.values():
+            self.register_state_dict_post_hook(_add_header, prepend=True)
+        return super().state_dict()
 
     @torch._disable_dynamo
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -139,45 +153,80 @@ class LowBitOptimizer(Optimizer):
             ValueError: when it is of another optimizer, of a newer format, or does not fit the
                 parameters; nothing has been changed then.
         """
+        state_dict = dict(state_dict)  # a hook may change its keys
         for pre_hook in self._optimizer_load_state_dict_pre_hooks.values():
             result = pre_hook(self, state_dict)
             state_dict = state_dict if result is None else result
-        _checkpoint.check_header(state_dict, self.family)
+        _checkpoint.check_header(state_dict, self.family, self.defaults)
         groups = _checkpoint.merged_groups(self.param_groups, state_dict, type(self).__name__)
         for group in groups:
             self._validate({**self.defaults, **group})
         state = {}
-        for p, group, saved in _checkpoint.saved_states(groups, state_dict):
-            moments = self._rule(group).moments
-            bits = self._bits(p, group)
-            state[p] = _checkpoint.fitted(saved, p, moments, bits, type(self).__name__)
+        for p, its_group, saved in _checkpoint.saved_states(groups, state_dict):
+            ((_, part),) = self._parts(0, {**its_group, "params": [p]})
+            state[p] = self._fitted(saved, p, part)
         self.__setstate__({"state": _checkpoint.as_state(state), "param_groups": groups})
         for post_hook in self._optimizer_load_state_dict_post_hooks.values():
             post_hook(self)
 
     # The step loop.
 
+    def _step_groups(self) -> None:
+        """Step every parameter that has a gradient."""
+        batches: list[Batch] = []
+        written: list[Tensor] = []
+        staged: list[tuple[Tensor, Tensor]] = []
+        groups = enumerate(self.param_groups)
+        parts = [part for index, group in groups for part in self._parts(index, group)]
+        # All that is refused is refused here, before any parameter's state has changed.
+        gradients = [self._gradients(group) for _, group in parts]
+        for (key, group), found in zip(parts, gradients, strict=True):
+            batches += self._batches(key, group, found, written, staged)
+        if batches:
+            dispatch.step(batches)
+        for p, work in staged:
+            p.copy_(work)
+        # Compiled engines write through addresses, which autograd's version counters do not see.
+        if written:
+            torch.autograd.graph.increment_version(written)
+
+    def _parts(self, index: int, group: Mapping[str, Any]) -> list[tuple[Any, Mapping[str, Any]]]:
+        """A group by what `GlobalOptimManager` overrides of its parameters; each with a key."""
+        parts = self._overrides.parts(group, self._validate)
+        return [((index, key), part) for key, part in parts]
+
     def _bits(self, p: Tensor, group: Mapping[str, Any]) -> int:
         return 8 if group["optim_bits"] == 8 and p.numel() >= group["min_8bit_size"] else 32
 
+    def _fitted(
+        self, saved: Mapping[str, Any], p: Tensor, group: Mapping[str, Any]
+    ) -> dict[str, Any]:
+        """A parameter's state, copied from `saved` and stored as `group` asks."""
+        bits, name = self._bits(p, group), type(self).__name__
+        return _checkpoint.fitted(saved, p, self._moments(group), bits, name)
+
     def _init_state(self, p: Tensor, group: Mapping[str, Any], state: dict[str, Any]) -> None:
-        """Create what a parameter's state lacks; all moments start at zero."""
+        """Create what a parameter's state lacks."""
+        bits = self._bits(p, group)
         if "step" not in state:
             state["step"] = torch.zeros((), dtype=torch.float32, device=p.device)
         if group["percentile_clipping"] < 100 and "gnorm_vec" not in state:
-            state["gnorm_vec"] = torch.full((GNORM_HISTORY,), -1.0, device=p.device)
-        bits = self._bits(p, group)
-        for moment in self._rule(group).moments:
+            empty = torch.full((GNORM_HISTORY,), -1.0, dtype=torch.float32)
+            state["gnorm_vec"] = empty.to(p.device)
+        for moment in self._moments(group):
             if moment.key in state:
                 continue
+            start = self._start(moment.key, group)
             if bits == 8:
                 shape = Layout.of(p.shape).absmax_shape
-                codes = torch.full(p.shape, ZERO_CODE[moment.signed], dtype=torch.uint8)
+                code = TOP_CODE if start else ZERO_CODE[moment.signed]
+                codes = torch.full(p.shape, code, dtype=torch.uint8)
                 state[moment.key] = codes.to(p.device)
-                state[f"{moment.key}_absmax"] = torch.zeros(shape, device=p.device)
+                scales = torch.full(shape, start, dtype=torch.float32)
+                state[f"{moment.key}_absmax"] = scales.to(p.device)
             else:
                 dtype = torch.float64 if p.dtype == torch.float64 else torch.float32
-                state[moment.key] = torch.zeros(p.shape, dtype=dtype, device=p.device)
+                state[moment.key] = torch.full(p.shape, start, dtype=dtype, device=p.device)
 
     def _gradient(self, p: Tensor) -> Tensor:
         g = p.grad
@@ -187,49 +236,79 @@ class LowBitOptimizer(Optimizer):
                 f"{type(self).__name__} does not support sparse gradients; "
                 "use sparse=False in the layer, or torch.optim.SparseAdam"
             )
+        if g.shape != p.shape:
+            raise RuntimeError(
+                f"{type(self).__name__}: a parameter of shape {tuple(p.shape)} has a gradient of "
+                f"shape {tuple(g.shape)}"
+            )
         if g.device != p.device:
             raise RuntimeError(
                 f"{type(self).__name__}: a parameter is on {p.device} and its gradient on "
                 f"{g.device}; move the model before constructing the optimizer"
             )
-        return g if g.is_contiguous() else g.contiguous()
+        return g.resolve_neg().contiguous()
 
-    def _slot(self, p: Tensor, work: Tensor, group: Mapping[str, Any], keys: list[str]) -> Slot:
+    def _gradients(self, group: Mapping[str, Any]) -> list[tuple[Tensor, Tensor, str]]:
+        """Each parameter that has a gradient, with its gradient and engine; checked."""
+        found = []
+        for p in dict.fromkeys(group["params"]):  # one that is listed twice is stepped once
+            if p.grad is None:
+                continue
+            engine = dispatch.engine_for(p)
+            if group["fused"] and engine.name == "torch":
+                raise RuntimeError(f"fused=True, but the engine is 'torch': {engine.reason}")
+            found.append((p, self._gradient(p), engine.name))
+        return found
+
+    def _state_of(self, p: Tensor, group: Mapping[str, Any], keys: list[str]) -> dict[str, Any]:
+        """A parameter's state, created or brought to p's device and the wanted width if need be."""
         state = self.state[p]
-        if len(state) < len(keys) or "step" not in state:
+        wanted = {"step", *keys} | ({"gnorm_vec"} if group["percentile_clipping"] < 100 else set())
+        wide = torch.float64 if p.dtype == torch.float64 else torch.float32
+        dtype = torch.uint8 if self._bits(p, group) == 8 else wide
+        if not wanted <= state.keys():
             self._init_state(p, group, state)
+        here = (dtype, p.device, p.shape)
+        moved = not keys and state["step"].device != p.device
+        if moved or any((x.dtype, x.device, x.shape) != here for x in map(state.get, keys)):
+            fitted = self._fitted(state, p, group)
+            state.clear()
+            state.update(fitted)
+        return state
+
+    def _slot(
+        self, p: Tensor, work: Tensor, g: Tensor, group: Mapping[str, Any], keys: list[str]
+    ) -> Slot:
+        state = self._state_of(p, group, keys)
         moments = tuple(state[key] for key in keys)
         eight = bool(keys) and moments[0].dtype == torch.uint8
         absmax = tuple(state[f"{key}_absmax"] for key in keys) if eight else ()
         layout = Layout.of(p.shape)
         gnorm = state["gnorm_vec"] if group["percentile_clipping"] < 100 else None
         return Slot(
-            p=work, g=self._gradient(p), moments=moments, absmax=absmax, step=state["step"],
+            p=work, g=g, moments=moments, absmax=absmax, step=state["step"],
             rows=layout.rows, row=layout.row, numel=p.numel(), gnorm_vec=gnorm,
         )  # fmt: skip
 
     def _batches(
         self,
-        index: int,
+        part: Any,
         group: Mapping[str, Any],
+        gradients: list[tuple[Tensor, Tensor, str]],
         written: list[Tensor],
         staged: list[tuple[Tensor, Tensor]],
     ) -> list[Batch]:
-        """One batch per device and engine for the parameters of a group that have a gradient."""
+        """One batch per device and engine for the parameters of a part of a group."""
         rule = self._rule(group)
         keys = [moment.key for moment in rule.moments]
         slots: dict[tuple[torch.device, str], list[Slot]] = {}
-        for p in group["params"]:
-            if p.grad is None:
-                continue
-            engine = dispatch.engine_for(p)
-            if group["fused"] and engine.name == "torch":
-                raise RuntimeError(f"fused=True, but the engine is 'torch': {engine.reason}")
+        for p, g, engine in gradients:
             work = p.detach()
             if not p.is_contiguous():
                 work = work.contiguous()
                 staged.append((p, work))
-            slots.setdefault((p.device, engine.name), []).append(self._slot(p, work, group, keys))
+            slot = self._slot(p, work, g, group, keys)
+            slots.setdefault((p.device, engine), []).append(slot)
             written.append(p)
         lr = group["lr"]
         if isinstance(lr, Tensor) and lr.device.type == "cpu":
@@ -241,7 +320,7 @@ class LowBitOptimizer(Optimizer):
                 percentile=group["percentile_clipping"],
                 grad_scale=getattr(self, "grad_scale", None),
                 found_inf=getattr(self, "found_inf", None),
-                cache=self._caches.setdefault((index, *key), {}),
+                cache=self._caches.setdefault((part, *key), {}),
             )
             for key, batch in slots.items()
         ]  # fmt: skip

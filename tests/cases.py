@@ -1,11 +1,12 @@
 """The cases as data, and the two runners that walk a case: the package's and the reference's.
 
 A case names a class, its options and the naive rule that says what they mean. `CASES` are the
-optimizers of issue 2; `CASES_FAMILY` those of issue 3, switched on in `ALL_CASES` below.
+optimizers of issue 2; `CASES_FAMILY` and `CASES_ICEFALL` those of issue 3, switched on in
+`ALL_CASES` below. A class in `ALL_CASES` that the package lacks is an error.
 """
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
 
 import torch
@@ -30,8 +31,8 @@ class Case:
 
     `meaning` replaces `options` for the reference where the two spell an option differently.
     `moments` maps the state's keys to the map that holds them in 8 bits. `rtol` bounds an fp32
-    engine against the float64 reference after a dozen steps. `moves_all`: the rule mixes elements,
-    so that a weight without gradient moves too.
+    engine against the float64 reference after a dozen steps; `nmse` the 8-bit movement against the
+    32-bit one. `moves_all`: the rule mixes elements, so a weight without gradient moves too.
     """
 
     name: str
@@ -41,6 +42,7 @@ class Case:
     meaning: dict | None = None
     lr: float = 0.01
     rtol: float = 3e-4
+    nmse: float = 5e-4
     moves_all: bool = False
 
     @property
@@ -136,8 +138,22 @@ ADAMS = [
     _capped("AdamW", reference.adamw, ADAM, 0.02, weight_decay=0.1),
 ]
 
-CASES = LARS + SGD + ADAMS
+# Tighter than issue 3 asks for: these rules do not enlarge a rounding as a ratio of norms does.
+CASES = LARS + [replace(case, rtol=1e-5) for case in SGD + ADAMS]
 
+
+def _lion(**options):
+    """A sign turns where an error crosses zero: a larger nmse."""
+    return Case("Lion", options, reference.lion, {"exp_avg": FIRST}, nmse=5e-3)
+
+
+def _mixing(case_name, rule, moments, **options):
+    """icefall's rules scale or turn the whole tensor."""
+    return Case(case_name, options, rule, moments, moves_all=True)
+
+
+CAIN = {"delta": FIRST, "exp_avg_sq": SECOND}
+LEARNED = {"exp_avg": FIRST}
 TRUST = {"trust_coefficient": 1.0, "weight_decay": 0.05}
 SLOW = {**ADAM, "exp_avg_slow": FIRST}
 SQUARE = {"square_avg": SECOND}
@@ -153,9 +169,9 @@ CASES_FAMILY = [
     Case("LANS", {}, reference.lans, ADAM),
     Case("LANS", {"weight_decay": 0.1, "upper_bound": 2.0}, reference.lans, ADAM),
     Case("LANS", {"lower_bound": 0.5, "clip_gradient": 0.1}, reference.lans, ADAM),
-    Case("Lion", {}, reference.lion, {"exp_avg": FIRST}),
-    Case("Lion", {"weight_decay": 0.1, "maximize": True}, reference.lion, {"exp_avg": FIRST}),
-    Case("Lion", {"percentile_clipping": 5}, reference.lion, {"exp_avg": FIRST}),
+    _lion(),
+    _lion(weight_decay=0.1, maximize=True),
+    _lion(percentile_clipping=5),
     Case("RMSprop", {}, reference.rmsprop, SQUARE),
     Case("RMSprop", {"momentum": 0.9, "weight_decay": 0.1}, reference.rmsprop,
          {**SQUARE, **MOMENTUM}),
@@ -167,17 +183,19 @@ CASES_FAMILY = [
     Case("AdEMAMix", {"t_alpha": 10, "t_beta3": 12}, reference.ademamix, SLOW),
     Case("Eve", {}, reference.eve, ADAM),
     Case("Eve", {"target_rms": 1.2, "weight_decay": 0.1}, reference.eve, ADAM),
-    Case("Cain", {}, reference.cain, {"delta": FIRST, "exp_avg_sq": SECOND}),
-    Case("Cain", {"bias_correction_fix": True, "param_max": 0.5}, reference.cain,
-         {"delta": FIRST, "exp_avg_sq": SECOND}),
-    Case("LearnedGradient", {}, reference.learned_gradient, {"exp_avg": FIRST}),
-    Case("LearnedGradient", {"lr_est_period": 3, "param_max_rms": 0.5},
-         reference.learned_gradient, {"exp_avg": FIRST}),
-    Case("LearnedGradient", {"max_size": 4, "lr_est_period": 2, "param_min_rms": 3.0},
-         reference.learned_gradient, {"exp_avg": FIRST}),
 ]  # fmt: skip
 
-ALL_CASES = CASES  # issue 3: + CASES_FAMILY
+CASES_ICEFALL = [
+    _mixing("Cain", reference.cain, CAIN),
+    _mixing("Cain", reference.cain, CAIN, bias_correction_fix=True, param_max=0.5),
+    _mixing("LearnedGradient", reference.learned_gradient, LEARNED),
+    _mixing("LearnedGradient", reference.learned_gradient, LEARNED, lr_est_period=3,
+            param_max_rms=0.5),
+    _mixing("LearnedGradient", reference.learned_gradient, LEARNED, lr_est_period=2, max_size=4,
+            param_min_rms=3.0),
+]  # fmt: skip
+
+ALL_CASES = CASES  # issue 3: + CASES_FAMILY + CASES_ICEFALL
 
 
 def one_per_class(cases=None):
@@ -204,7 +222,7 @@ TRACKS = {
     "zero gradient at times": Track((4, 3), zero=lambda t: t % 3 == 1),
     "zero gradient first": Track((8,), zero=lambda t: t < 3),
     "no gradient at times": Track((3, 5), missing=lambda t: t % 3 == 1),
-    "no gradient first": Track((2, 6), missing=lambda t: t < 4),
+    "no gradient first": Track((2, 6), missing=lambda t: t < 2),
     "1x1": Track((1, 1)),
     "scalar": Track(()),
     "3-D": Track((2, 3, 4)),

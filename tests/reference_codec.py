@@ -92,4 +92,4 @@ def encode(x, signed, find=nearest):
 def decode(codes, absmax, signed):
     """Float64 values of codes."""
     scale = np.asarray(absmax, np.float64).ravel()[block_index(codes.shape)]
-    return codebook(signed).astype(np.float64)[codes] * scale
+    return np.asarray(codebook(signed).astype(np.float64)[codes] * scale)

@@ -9,6 +9,7 @@ import reference
 import reference_codec
 
 STEPS = 24
+EVERY_CASE = cases.CASES + cases.CASES_FAMILY + cases.CASES_ICEFALL
 
 AGAINST_TORCH = [
     (reference.sgd, torch.optim.SGD, {}),
@@ -158,7 +159,7 @@ def test_percentile_clipping_bounds_the_norm_by_the_recorded_percentile():
     assert sorted(state["gnorm_vec"])[-2:] == [1.0, 1e4]
 
 
-@pytest.mark.parametrize("case", cases.CASES + cases.CASES_FAMILY, ids=lambda case: case.id)
+@pytest.mark.parametrize("case", EVERY_CASE, ids=lambda case: case.id)
 def test_every_case_stays_finite_on_every_track(case):
     tracks = list(cases.TRACKS.values())
     values, states = cases.walk_reference(
@@ -170,6 +171,13 @@ def test_every_case_stays_finite_on_every_track(case):
     for track, p, state in zip(cases.TRACKS, values, states, strict=True):
         assert p.isfinite().all(), track
         assert set(case.moments) <= set(state) or not case.moments or p.numel() <= 5, track
+
+
+def test_fresh_memory_is_poisoned():
+    x = torch.ones(3)
+    for fresh in (torch.empty(2, 3), torch.empty_like(x), x.new_empty(4)):
+        assert fresh.isnan().all()
+    assert (torch.empty(3, dtype=torch.uint8) == 0xFF).all()
 
 
 @pytest.mark.parametrize("signed", [True, False])

@@ -13,7 +13,8 @@ STATEFUL = pytest.mark.parametrize(
 )
 TRACKS = list(cases.TRACKS.values())
 EVERY_KIND = (*TRACKS, cases.Track((600,)))
-STEPS = {"torch": 24, "numba": 12, "triton": 5}  # the last is interpreted
+STEPS = {"torch": 24, "numba": 12, "triton": 3}  # the last is interpreted
+FEW = ("dense", "zero start", "zero gradient", "no gradient first", "scalar", "4-D")  # for it
 
 
 def walk_both(case, tracks, steps, dtype, device="cpu", bits=32, rule=None, **options):
@@ -41,8 +42,10 @@ def test_float64_equals_the_reference(case):
 
 @BY_ID
 def test_single_precision_equals_the_reference(engine, device, case):
-    got = walk_both(case, TRACKS, STEPS[engine], torch.float32, device)
-    for name, p, state, want, expected in zip(cases.TRACKS, *got, strict=True):
+    names = FEW if engine == "triton" else list(cases.TRACKS)
+    tracks = [cases.TRACKS[name] for name in names]
+    got = walk_both(case, tracks, STEPS[engine], torch.float32, device)
+    for name, p, state, want, expected in zip(names, *got, strict=True):
         assert cases.distance(p, want) < case.rtol, name
         for key in case.moments.keys() & expected.keys():
             assert state[key].dtype == torch.float32
@@ -53,8 +56,8 @@ def test_single_precision_equals_the_reference(engine, device, case):
 def test_eight_bits_equal_the_reference_through_the_codec(engine, device, case):
     """The naive rule with naively quantized moments: a code differs only by rounding at a midpoint,
     and where one does, that weight's later steps may."""
-    small, steps = engine == "triton", 3 if engine == "triton" else 6
-    shapes = [(600,), (4, 100), (3, 2, 5)] if small else [(4200,), (40, 100), (7, 2, 30), (3, 2, 5)]
+    small, steps = engine == "triton", 2 if engine == "triton" else 5
+    shapes = [(600,), (4, 100), (3, 2, 5)] if small else [(2100,), (20, 100), (7, 2, 30), (3, 2, 5)]
     tracks = [cases.Track(shape) for shape in shapes]
     got = walk_both(case, tracks, steps, torch.float32, device, 8, case.quantized, min_8bit_size=1)
     for shape, p, state, want, expected in zip(shapes, *got, strict=True):

@@ -124,6 +124,16 @@ def _request() -> tuple[str, str]:
 
 
 @cache
+def _warn_of_fallback(device_type: str, refusal: str) -> None:
+    """Once per process, whatever the dtype."""
+    warnings.warn(
+        f"lowbit_optim runs {device_type} tensors on the slower torch engine: {refusal}",
+        RuntimeWarning,
+        stacklevel=5,
+    )
+
+
+@cache
 def _resolve(asked: str, source: str, device: torch.device, dtype: torch.dtype) -> EngineChoice:
     if asked != "auto":
         refusal = _REFUSES[asked](device, dtype)
@@ -138,12 +148,8 @@ def _resolve(asked: str, source: str, device: torch.device, dtype: torch.dtype) 
     if refusal is None:
         return EngineChoice(wanted, f"the default for {dtype} on {device.type}")
     if "not installed" in refusal:
-        warnings.warn(
-            f"lowbit_optim runs {device.type} tensors on the slower torch engine: {refusal}",
-            RuntimeWarning,
-            stacklevel=4,
-        )
-    return EngineChoice("torch", refusal if wanted != "torch" else f"the engine for {device.type}")
+        _warn_of_fallback(device.type, refusal)
+    return EngineChoice("torch", refusal)
 
 
 def engine_for(tensor: Tensor) -> EngineChoice:

@@ -26,6 +26,7 @@ from torch import Tensor
 BLOCK = 256
 ROW_LAYOUT_MIN = 64  # rows shorter than this would waste most of a block
 ZERO_CODE = {True: 127, False: 0}
+TOP_CODE = 255  # 1.0 in both maps
 
 
 @cache

@@ -31,6 +31,10 @@ from typing import Any, Protocol
 
 PRIMITIVES = ("sqrt", "where", "abs", "sign", "maximum", "minimum", "power", "log", "exp")
 
+# Added to a denominator's eps: lost in the rounding of any eps in use, and with eps = 0 it makes an
+# update of 0 / 0 zero. About the smallest fp32 number that no device flushes to zero.
+TINY = 2e-38
+
 
 class RuleFunction(Protocol):
     """A function of a rule: the names that it returns, and ordinary function attributes."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from .rules import CAP, Moment, Rule, gives
+from .rules import CAP, TINY, Moment, Rule, gives
 
 ADAM = (Moment("exp_avg", signed=True), Moment("exp_avg_sq", signed=False))
 AMSGRAD = (*ADAM, Moment("max_exp_avg_sq", signed=False))
@@ -17,7 +17,7 @@ def prepare_adam(step, lr, beta1, beta2, eps, weight_decay, decoupled):
     bias1 = 1.0 - power(beta1, step)
     bias2 = 1.0 - power(beta2, step)
     shrink = 1.0 - decoupled * lr * weight_decay
-    return 1.0 - beta1, 1.0 - beta2, bias1 / sqrt(bias2), bias1 * eps, shrink, lr
+    return 1.0 - beta1, 1.0 - beta2, bias1 / sqrt(bias2), bias1 * eps + TINY, shrink, lr
 
 
 @gives("u", "exp_avg", "exp_avg_sq")

@@ -1,5 +1,9 @@
 """The bare names of rule functions, for Triton. They must be jit functions: the interpreter patches
 the attributes of `tl` only, so a bare `tl.sqrt` in a generated module would stay unpatched.
+
+The functions `ptx_...` take one machine instruction of an NVIDIA GPU where Triton's own take
+several: they return a result within 2 ulp, and treat subnormal numbers as zero. They do so for fp32
+elements only: what is computed once per tensor, in fp64, is exact everywhere.
 """
 
 from __future__ import annotations
@@ -7,8 +11,14 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+
+@triton.jit
+def where(condition, a, b):
+    return tl.where(condition, a, b)
+
+
 # Triton's interpreter cuts off the low bits on the way to bf16 where machines round to nearest.
-INTERPRETED = tl.constexpr(bool(triton.knobs.runtime.interpret))
+INTERPRETED = tl.constexpr(not isinstance(where, triton.JITFunction))
 
 
 @triton.jit
@@ -23,13 +33,48 @@ def narrow(x, TYPE: tl.constexpr):
 
 
 @triton.jit
+def widen(x, PTX: tl.constexpr):
+    """Any float to fp32. For bf16 the compiler alone takes 1.5 instructions an element."""
+    if PTX and x.dtype == tl.bfloat16:
+        return tl.inline_asm_elementwise(
+            "shl.b32 $0, $2, 16; and.b32 $1, $2, 0xffff0000;",
+            "=f,=f,r", [x], dtype=tl.float32, is_pure=True, pack=2,
+        )  # fmt: skip
+    return x.to(tl.float32)
+
+
+@triton.jit
 def sqrt(x):
     return tl.sqrt(x)
 
 
 @triton.jit
-def where(condition, a, b):
-    return tl.where(condition, a, b)
+def ptx_sqrt(x):
+    if x.dtype == tl.float32:
+        return tl.inline_asm_elementwise(
+            "sqrt.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1
+        )
+    return tl.sqrt(x)
+
+
+@triton.jit
+def divide(a, b):
+    return a / b
+
+
+@triton.jit
+def ptx_reciprocal(x):
+    """1 / x of fp32 within 1 ulp; 0 for x > 2**126."""
+    return tl.inline_asm_elementwise(
+        "rcp.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1
+    )
+
+
+@triton.jit
+def ptx_divide(a, b):
+    if b.dtype == tl.float32:
+        return a * ptx_reciprocal(b)
+    return a / b
 
 
 @triton.jit
@@ -49,6 +94,10 @@ def minimum(a, b):
 
 @triton.jit
 def sign(x):
+    """1, -1, or 0 for zero and NaN; of fp32 by its sign bit, which takes an instruction less."""
+    if x.dtype == tl.float32:
+        bits = (x.to(tl.int32, bitcast=True) & -0x80000000) | 0x3F800000
+        return tl.where(tl.abs(x) > 0.0, bits.to(tl.float32, bitcast=True), 0.0)
     return tl.where(x > 0.0, 1.0, tl.where(x < 0.0, -1.0, 0.0))
 
 
@@ -65,6 +114,12 @@ def exp(x):
 @triton.jit
 def power(x, y):
     return tl.where(y == 0.0, 1.0, tl.exp(y * tl.log(x)))
+
+
+@triton.jit
+def total(x):
+    """Sum of a tile."""
+    return tl.sum(tl.sum(x, 1), 0)
 
 
 @triton.jit

@@ -1,17 +1,26 @@
 """The Triton engine's template: the text of the module that it writes for one rule.
 
-A program takes a tile of blocks of one tensor, so that one launch per pass covers any number of
-tensors. Tables on the device, all in int64 but for `scalars`, `hyper`, `sums` (fp64) and `partial`
-(fp32):
+A program takes a tile of NB blocks of one tensor, so that one launch covers any number of tensors.
+Tables on the device:
 
-    address   (tensors, ...)  p, g, step, moments..., absmax..., gnorm_vec
-    geometry  (tensors, 4)    rows, row, blocks per row, global numel
-    scalars   (tensors, ...)  gscale, live, then what the rule's scalar functions give
-    work      (programs, 2)   tensor, first block
-    partial   (programs, ...) sums of a reduction's terms over one tile
+    address   int64 (tensors, ...)   p, g, step, moments..., absmax..., gnorm_vec
+    geometry  int64 (tensors, 5)     row, blocks per row, blocks, first tile, global numel
+    hyper     fp64  (...)            hyperparameters
+    scalars   fp64  (tensors, ...)   gscale, live, then what the rule's scalar functions give
+    floats    fp32  (tensors, ...)   the same, and the hyperparameters that elements need
+    work      int32 (programs, 4)    tensor, first block, row of that block, its number in the row
+    partial   fp32  (tiles, terms)   sums of a reduction's terms over one tile
+    tables    fp32  (2048,)          codebooks and lines of the codec
+
+A tile is WHOLE when its blocks are 256 elements each, one after the other, at aligned addresses: it
+needs no mask. ALIGN is 16 where every block starts at a multiple of 16 elements, else 1.
 """
 
 from __future__ import annotations
+
+import ast
+import inspect
+import textwrap
 
 from .dynamic8 import ZERO_CODE
 from .lower import (
@@ -25,17 +34,57 @@ from .lower import (
 from .rules import Rule, RuleFunction, gradient_square
 
 P, G, STEP, MOMENTS = 0, 1, 2, 3  # columns of `address`
-GSCALE, LIVE, SCALARS = 0, 1, 2  # columns of `scalars`
+ROW, PER_ROW, BLOCKS, TILES, NUMEL, GEOMETRY = 0, 1, 2, 3, 4, 5  # of `geometry`; its width
+GSCALE, LIVE, SCALARS = 0, 1, 2  # columns of `scalars` and of `floats`
 LANES = 128  # tensors per program of the per-tensor kernels
+
+# Arguments of the per-element kernels: tensors, then constants.
+ELEMENT_ARGUMENTS = ("address", "geometry", "work", "floats", "tables")
+ELEMENT_CONSTANTS = ("P_TYPE", "G_TYPE", "BITS", "WHOLE", "ALIGN", "SCALED", "NB")
 
 HEADER = """\
 import triton
 import triton.language as tl
-from lowbit_optim_kernels.triton_codec import decode, encode
+from lowbit_optim_kernels.triton_codec import absmax, decode, encode
 from lowbit_optim_kernels.triton_primitives import (
-    abs, exp, finite, log, maximum, minimum, narrow, only_finite, power, sign, sqrt, where,
+    abs, exp, finite, log, maximum, minimum, narrow, only_finite, power, sign, total, where,
+    widen,
 )
 """
+PLAIN = "from lowbit_optim_kernels.triton_primitives import divide, sqrt\n"
+FAST = """\
+from lowbit_optim_kernels.triton_primitives import ptx_divide as divide, ptx_sqrt as sqrt
+"""
+
+# Where the tile's elements are. A tile starts at a multiple of 16 elements if its blocks do.
+TILE = f"""\
+program = tl.program_id(0)
+t = tl.load(work + 4 * program).to(tl.int64)
+first = tl.load(work + 4 * program + 1)
+tile = tl.arange(0, NB)
+lane = tl.arange(0, 256)
+if WHOLE:
+    base = tl.multiple_of(first.to(tl.int64) * 256, 16)
+    at = tile[:, None] * 256 + lane[None, :]
+    inside = None
+    mask = None
+    zero = None
+else:
+    line = tl.load(work + 4 * program + 2).to(tl.int64)
+    left = tl.load(work + 4 * program + 3)
+    row = tl.load(geometry + t * {GEOMETRY} + {ROW})
+    per_row = tl.load(geometry + t * {GEOMETRY} + {PER_ROW}).to(tl.uint32)
+    inside = tile < tl.load(geometry + t * {GEOMETRY} + {BLOCKS}) - first
+    down = ((left + tile).to(tl.uint32) // per_row).to(tl.int32)
+    column = left + tile - down * per_row.to(tl.int32)
+    start = down * row.to(tl.int32) + (column - left) * 256  # blocks of a tile are neighbours
+    size = tl.minimum(row - column.to(tl.int64) * 256, 256).to(tl.int32)
+    size = tl.multiple_of(tl.where(inside, size, 0), ALIGN)
+    base = tl.multiple_of(line * row + left.to(tl.int64) * 256, ALIGN)
+    at = tl.multiple_of(start, ALIGN)[:, None] + lane[None, :]
+    mask = lane[None, :] < size[:, None]
+    zero = 0
+block = first + tile"""
 
 
 def _call(fn: RuleFunction) -> str:
@@ -51,12 +100,37 @@ def address_columns(rule: Rule) -> int:
     return MOMENTS + 2 * len(rule.moments) + 1
 
 
-def module(rule: Rule) -> str:
-    """Text of the module with all kernels of a rule; storage kinds are constexpr arguments."""
-    writer = _Writer(rule)
+def float_names(rule: Rule) -> list[str]:
+    """What the columns of `floats` after the first two hold."""
+    elements = element_scalars(rule, element_functions(rule))
+    return list(dict.fromkeys([*rule.scalars(), *elements]))
+
+
+def _literals(rule: Rule) -> dict[str, float]:
+    """Per-tensor values that `prepare` gives as a number and no phase replaces."""
+    tree = ast.parse(textwrap.dedent(inspect.getsource(rule.prepare)))
+    (result,) = (node.value for node in ast.walk(tree) if isinstance(node, ast.Return))
+    values = result.elts if isinstance(result, ast.Tuple) else [result]
+    given = zip(rule.prepare.gives, values, strict=True)
+    replaced = {name for phase in rule.phases for name in phase.combine.gives}
+    return {
+        name: node.value
+        for name, node in given
+        if isinstance(node, ast.Constant) and isinstance(node.value, float) and name not in replaced
+    }
+
+
+def module(rule: Rule, ptx: bool) -> str:
+    """Text of the module with all kernels of a rule; storage kinds are constexpr arguments.
+
+    Args:
+        rule: the rule.
+        ptx: for an NVIDIA GPU: single machine instructions where Triton itself would take several.
+    """
+    writer = _Writer(rule, ptx)
     functions = (*scalar_functions(rule), *element_functions(rule), gradient_square)
-    parts = [HEADER, functions_source(functions, "@triton.jit", literal=None)]
-    parts = [_constexpr_numbers(part) for part in parts]
+    source = functions_source(functions, "@triton.jit", literal=None)
+    parts = [HEADER + (FAST if ptx else PLAIN), _for_triton(source)]
     parts.append(writer.scalar_kernel("begin", rule.prepare, {}))
     for k, phase in enumerate(rule.phases):
         sums = {
@@ -70,23 +144,43 @@ def module(rule: Rule) -> str:
     return "\n\n\n".join(parts) + "\n"
 
 
-def _constexpr_numbers(source: str) -> str:
-    """Module-level numbers of rules, which a kernel may read only as tl.constexpr."""
-    lines = []
-    for line in source.splitlines():
-        name, equals, value = line.partition(" = ")
-        is_global = equals and name.isidentifier() and name.isupper()
-        lines.append(f"{name} = tl.constexpr({value})" if is_global else line)
-    return "\n".join(lines)
+class _Divisions(ast.NodeTransformer):
+    """Turn a / b into divide(a, b), which is bound like the other operations of a rule."""
+
+    def visit_BinOp(self, node: ast.BinOp) -> ast.expr:
+        self.generic_visit(node)
+        by_number = isinstance(node.right, ast.Constant) or _is_number(node.right)
+        if not isinstance(node.op, ast.Div) or by_number:
+            return node
+        return ast.Call(ast.Name("divide", ast.Load()), [node.left, node.right], [])
+
+
+def _is_number(node: ast.expr) -> bool:
+    """Whether a name is one of a module's numbers."""
+    return isinstance(node, ast.Name) and node.id.isupper()
+
+
+def _for_triton(source: str) -> str:
+    """Source of rule functions, with bound divisions; their modules' numbers as tl.constexpr."""
+    texts = []
+    for node in ast.parse(source).body:
+        if isinstance(node, ast.Assign) and _is_number(node.targets[0]):
+            name, value = ast.unparse(node.targets[0]), ast.unparse(node.value)
+            texts.append(f"{name} = tl.constexpr({value})")
+        else:
+            texts.append(ast.unparse(_Divisions().visit(node)))
+    return "\n\n\n".join(texts)
 
 
 class _Writer:
     """Writes the kernels of one rule."""
 
-    def __init__(self, rule: Rule) -> None:
-        self.rule, self.moments = rule, rule.moments
+    def __init__(self, rule: Rule, ptx: bool) -> None:
+        self.rule, self.ptx, self.moments = rule, ptx, rule.moments
         self.hyper, self.columns = hyper_names(rule), rule.scalars()
         self.width, self.stride = SCALARS + len(self.columns), address_columns(rule)
+        self.floats = float_names(rule)
+        self.float_width = SCALARS + len(self.floats)
 
     # Per-tensor kernels: a lane per tensor, fp64.
 
@@ -94,10 +188,12 @@ class _Writer:
         """A kernel that loads what `fn` reads for each tensor, calls it, stores what it gives."""
         begin = name == "begin"
         step = f"tl.load(address + t * {self.stride} + {STEP}, mask=mask, other=0)"
+        numel = f"tl.load(geometry + t * {GEOMETRY} + {NUMEL}, mask=mask, other=1)"
         lines = [
             f"t = tl.program_id(0) * {LANES} + tl.arange(0, {LANES})",
             "mask = t < tl.load(count)",
             f"row = scalars + t * {self.width}",
+            f"floats_row = floats + t * {self.float_width}",
         ]
         if begin or "step" in reads(fn):
             lines.append(f"step_at = {step}.to(tl.pointer_type(tl.float32))")
@@ -110,9 +206,10 @@ class _Writer:
             if read in known:
                 source = known[read]
             elif read == "numel":
-                source = "tl.load(geometry + t * 4 + 3, mask=mask, other=1).to(tl.float64)"
+                source = f"{numel}.to(tl.float64)"
             elif read in self.columns:
-                source = f"tl.load(row + {SCALARS + self.columns.index(read)}, mask=mask, other=0.0)"
+                column = SCALARS + self.columns.index(read)
+                source = f"tl.load(row + {column}, mask=mask, other=0.0)"
             else:
                 source = f"tl.load(hyper + {self.hyper.index(read)} + 0 * t)"
             lines.append(f"{read} = {source}")
@@ -120,10 +217,20 @@ class _Writer:
         for given in fn.gives:
             column = SCALARS + self.columns.index(given)
             lines.append(f"tl.store(row + {column}, {given}, mask=mask)")
-        extra = "grad_scale, found_inf, MAXIMIZE: tl.constexpr, SCALED: tl.constexpr, "
+            lines.append(self._keep_float(given, given))
+        if begin:
+            for given in self.floats:
+                if given not in self.columns:
+                    source = f"tl.load(hyper + {self.hyper.index(given)} + 0 * t)"
+                    lines.append(self._keep_float(given, source))
+        extra = "grad_scale, found_inf, MAXIMIZE: tl.constexpr, UNSCALE: tl.constexpr, "
         extra += "GUARDED: tl.constexpr"
-        arguments = f"address, geometry, hyper, scalars, count, {extra if begin else 'sums'}"
-        return f"@triton.jit\ndef {name}({arguments}):\n{_body(lines)}"
+        tables = "address, geometry, hyper, scalars, floats, count"
+        return f"@triton.jit\ndef {name}({tables}, {extra if begin else 'sums'}):\n{_body(lines)}"
+
+    def _keep_float(self, name: str, source: str) -> str:
+        column = SCALARS + self.floats.index(name)
+        return f"tl.store(floats_row + {column}, {source}, mask=mask)"
 
     def _begin(self) -> list[str]:
         return [
@@ -131,12 +238,14 @@ class _Writer:
             "if GUARDED:",
             "    live = tl.where(tl.load(found_inf).to(tl.float64) == 0.0, 1.0, 0.0)",
             "gscale = tl.full((), -1.0 if MAXIMIZE else 1.0, tl.float64)",
-            "if SCALED:",
+            "if UNSCALE:",
             "    gscale = gscale / tl.load(grad_scale).to(tl.float64)",
             "step = step + live",
             "tl.store(step_at, step.to(tl.float32), mask=mask)",
             f"tl.store(row + {GSCALE}, gscale, mask=mask)",
             f"tl.store(row + {LIVE}, live, mask=mask)",
+            f"tl.store(floats_row + {GSCALE}, gscale, mask=mask)",
+            f"tl.store(floats_row + {LIVE}, live, mask=mask)",
         ]
 
     # Per-element kernels: a program per tile of NB blocks.
@@ -144,39 +253,19 @@ class _Writer:
     def _head(self, functions: list[RuleFunction], writes: bool) -> list[str]:
         """Where the tile's elements are, and the per-tensor values that the functions read."""
         lines = [
-            "program = tl.program_id(0).to(tl.int64)",
-            "t = tl.load(work + 2 * program)",
-            "block = tl.load(work + 2 * program + 1) + tl.arange(0, NB)",
-            "rows = tl.load(geometry + t * 4)",
-            "length = tl.load(geometry + t * 4 + 1)",
-            "per_row = tl.load(geometry + t * 4 + 2)",
-            "inside = block < rows * per_row",
-            "if FLAT:",
-            "    start = block * 256",
-            "    size = tl.minimum(length - start, 256)",
-            "else:",
-            "    row = block // per_row",
-            "    column = (block - row * per_row) * 256",
-            "    start = row * length + column",
-            "    size = tl.where(inside, tl.minimum(length - column, 256), 0)",
-            "start = tl.multiple_of(start, ALIGN)",
-            "size = tl.multiple_of(size, ALIGN)",
-            "lane = tl.arange(0, 256)",
-            "at = start[:, None] + lane[None, :]",
-            "mask = lane[None, :] < size[:, None]",
+            *TILE.splitlines(),
             f"row_at = address + t * {self.stride}",
-            f"row_of = scalars + t * {self.width}",
-            f"gscale = tl.load(row_of + {GSCALE}).to(tl.float32)",
+            f"row_of = floats + t * {self.float_width}",
         ]
         scalars = element_scalars(self.rule, functions)
         if writes:
             scalars += [name for name in ("shrink", "rate") if name not in scalars]
+        literals = _literals(self.rule)  # the compiler drops a multiplication by 1
         for name in scalars:
-            if name in self.columns:
-                source = f"row_of + {SCALARS + self.columns.index(name)}"
-            else:
-                source = f"hyper + {self.hyper.index(name)}"
-            lines.append(f"{name} = tl.load({source}).to(tl.float32)")
+            source = f"tl.load(row_of + {SCALARS + self.floats.index(name)})"
+            if name in literals:
+                source = f"tl.full((), {literals[name]}, tl.float32)"
+            lines += [f"{name} = {source}"]
         return lines
 
     def _loads(self, functions: list[RuleFunction], writes: bool) -> list[str]:
@@ -185,35 +274,43 @@ class _Writer:
         lines = []
         if writes or "p" in wanted:
             lines += self._pointer("p", P, "P_TYPE")
-            lines.append("p = tl.load(p_at, mask=mask, other=0.0).to(tl.float32)")
+            lines.append(f"p = widen(tl.load(p_at, mask=mask, other=zero), {self.ptx})")
         if "g" in wanted:
             lines += self._pointer("g", G, "G_TYPE")
-            lines.append("g = tl.load(g_at, mask=mask, other=0.0).to(tl.float32) * gscale")
-        if not wanted & {m.key for m in self.moments}:
-            return lines
-        for k, m in enumerate(self.moments):
-            wide = [
-                *self._pointer(m.key, MOMENTS + k, "tl.float32"),
-                f"{m.key} = tl.load({m.key}_at, mask=mask, other=0.0)",
-            ]
-            column = MOMENTS + len(self.moments) + k
-            table = f"decode_{'signed' if m.signed else 'unsigned'}"
-            codes = f"tl.load({m.key}_at, mask=mask, other={ZERO_CODE[m.signed]})"
-            narrow = [
-                *self._pointer(m.key, MOMENTS + k, "tl.uint8"),
-                f"{m.key}_scale_at = tl.load(row_at + {column}).to(tl.pointer_type(tl.float32))"
-                " + block",
-                f"{m.key}_scale = tl.load({m.key}_scale_at, mask=inside, other=0.0)",
-                f"{m.key} = decode({codes}, {table}) * {m.key}_scale[:, None]",
-            ]
-            lines += ["if BITS == 8:", *("    " + x for x in narrow)]
-            lines += ["else:", *("    " + x for x in wide)]
+            lines.append(f"g = widen(tl.load(g_at, mask=mask, other=zero), {self.ptx})")
+            lines += ["if SCALED:", f"    g *= tl.load(row_of + {GSCALE})"]
+        if wanted & {m.key for m in self.moments}:
+            for k in range(len(self.moments)):
+                lines += self._moment(k)
         return lines
+
+    def _moment(self, k: int) -> list[str]:
+        """The load of a moment, decoded if it is stored in 8 bits."""
+        m, column = self.moments[k], MOMENTS + len(self.moments) + k
+        zero = ZERO_CODE[m.signed]
+        wide = [
+            *self._pointer(m.key, MOMENTS + k, "tl.float32"),
+            f"{m.key} = tl.load({m.key}_at, mask=mask, other=zero)",
+        ]
+        scale_at = f"tl.load(row_at + {column}).to(tl.pointer_type(tl.float32)) + block"
+        narrow = [
+            *self._pointer(m.key, MOMENTS + k, "tl.uint8"),
+            f"{m.key}_codes = tl.load({m.key}_at, mask=mask, other=None if WHOLE else {zero})",
+            f"{m.key}_scale_at = {scale_at}",
+            f"{m.key}_scale = tl.load({m.key}_scale_at, mask=inside, other=zero)[:, None]",
+            f"{m.key} = decode({m.key}_codes, tables, {m.signed}) * {m.key}_scale",
+        ]
+        return [
+            *("if BITS == 8:", *("    " + x for x in narrow)),
+            *("else:", *("    " + x for x in wide)),
+        ]
 
     @staticmethod
     def _pointer(name: str, column: int, kind: str) -> list[str]:
-        base = f"tl.load(row_at + {column}).to(tl.pointer_type({kind}))"
-        return [f"{name}_at = tl.multiple_of({base}, POINTER_ALIGN) + at"]
+        return [
+            f"{name}_at = tl.load(row_at + {column}).to(tl.pointer_type({kind}))",
+            f"{name}_at = tl.multiple_of({name}_at, ALIGN) + base + at",
+        ]
 
     def reduction(self, name: str, terms_of: RuleFunction) -> str:
         """The kernel that sums the terms of a function over each tile."""
@@ -225,45 +322,51 @@ class _Writer:
             lines.append(_call(self.rule.direction))
         lines.append(_call(terms_of))
         terms = terms_of.gives
-        keep = "" if terms_of is gradient_square else "only_finite"
+        tiles = f"tl.load(geometry + t * {GEOMETRY} + {TILES}) + first // NB"
+        lines.append(f"partial_at = partial + ({tiles}) * {len(terms)}")
         for i, term in enumerate(terms):
-            total = f"tl.sum(tl.sum(tl.where(mask, {keep}({term}), 0.0), 1), 0)"
-            lines.append(f"tl.store(partial + program * {len(terms)} + {i}, {total})")
-        return self._kernel(name, ", partial", lines)
+            if terms_of is not gradient_square:
+                lines.append(f"{term} = only_finite({term})")
+            lines += ["if not WHOLE:", f"    {term} = tl.where(mask, {term}, 0.0)"]
+            lines.append(f"tl.store(partial_at + {i}, total({term}))")
+        return self._kernel(name, (*ELEMENT_ARGUMENTS, "partial"), ELEMENT_CONSTANTS, lines)
 
     def update(self) -> str:
         """The kernel that writes parameters and moments."""
         functions = [self.rule.direction]
         lines = self._head(functions, True)
-        lines += [
-            "if GUARDED:",
-            f"    live = tl.load(row_of + {LIVE}).to(tl.int64)",
-            "    size = size * live",
-            "    mask = lane[None, :] < size[:, None]",
-            "    inside = size > 0",
-        ]
+        lines += ["if GUARDED:", f"    if tl.load(row_of + {LIVE}) == 0.0:", "        return"]
         lines += self._loads(functions, True)
         lines.append(_call(self.rule.direction))
         lines.append("tl.store(p_at, narrow(shrink * p - rate * u, P_TYPE), mask=mask)")
         if self.moments:
-            narrow = ["ok = " + " & ".join(f"finite({m.key})" for m in self.moments)]
-            for m in self.moments:
-                kind = "signed" if m.signed else "unsigned"
-                narrow += [
-                    f"{m.key} = tl.where(ok, {m.key}, 0.0)",
-                    f"{m.key}_top = tl.max(tl.abs({m.key}), 1)",
-                    f"tl.store({m.key}_scale_at, {m.key}_top, mask=inside)",
-                    f"{m.key}_codes = encode({m.key}, {m.key}_top, encode_{kind}, {m.signed})",
-                    f"tl.store({m.key}_at, {m.key}_codes, mask=mask)",
-                ]
             wide = [f"tl.store({m.key}_at, {m.key}, mask=mask)" for m in self.moments]
-            lines += ["if BITS == 8:", *("    " + x for x in narrow)]
+            lines += ["if BITS == 8:", *("    " + x for x in self._encodes())]
             lines += ["else:", *("    " + x for x in wide)]
-        return self._kernel("update", ", GUARDED: tl.constexpr", lines)
+        return self._kernel("update", ELEMENT_ARGUMENTS, ("GUARDED", *ELEMENT_CONSTANTS), lines)
 
-    def _kernel(self, name: str, extra: str, lines: list[str]) -> str:
-        tables = "decode_signed, decode_unsigned, encode_signed, encode_unsigned"
-        kinds = "P_TYPE, G_TYPE, BITS, FLAT, ALIGN, POINTER_ALIGN, NB"
-        constants = ", ".join(f"{kind}: tl.constexpr" for kind in kinds.split(", "))
-        arguments = f"address, geometry, work, hyper, scalars, {tables}{extra}, {constants}"
+    def _encodes(self) -> list[str]:
+        """New codes and scales.
+
+        One test serves all moments of an element: their sum overflows only next to where one does.
+        All absmax come before any code, or predicates live long and are spilled into registers.
+        """
+        total = " + ".join(f"abs({m.key})" for m in self.moments)
+        lines = [f"ok = finite({total})"]
+        for m in self.moments:
+            lines += [
+                f"{m.key} = tl.where(ok, {m.key}, 0.0)",
+                f"{m.key}_top = absmax({m.key}, {m.signed})",
+                f"tl.store({m.key}_scale_at, {m.key}_top, mask=inside)",
+            ]
+        for m in reversed(self.moments):
+            coded = f"encode({m.key}, {m.key}_top, tables, {m.signed}, {self.ptx})"
+            lines.append(f"tl.store({m.key}_at, {coded}, mask=mask)")
+        return lines
+
+    @staticmethod
+    def _kernel(
+        name: str, tensors: tuple[str, ...], constants: tuple[str, ...], lines: list[str]
+    ) -> str:
+        arguments = ", ".join([*tensors, *(f"{constant}: tl.constexpr" for constant in constants)])
         return f"@triton.jit\ndef {name}({arguments}):\n{_body(lines)}"

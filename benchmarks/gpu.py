@@ -1,0 +1,308 @@
+"""Time optimizer steps on a GPU beside torch's fused optimizers and other libraries.
+
+`python -m benchmarks.gpu` (`make gpu-check` runs it after the tests): every optimizer of this
+package is first held against its naive rule; if one differs, nothing is timed. Then every contender
+steps the same shapes: 1 billion elements in one tensor, and the tensors of Llama-3.2-1B and of
+ResNet-50, in bf16 and fp32. Bytes per second are counted from what a step has to move at least and
+stand beside a copy measured before and after in the same process.
+"""
+
+from __future__ import annotations
+
+import gc
+import importlib
+import importlib.util
+import itertools
+import os
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from benchmarks import measure, registry, report, shapes, verify
+
+LOCAL_RESULTS = Path(__file__).resolve().parent / "results" / "local"
+DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
+LR = 1e-4
+LIMITS = {"Lion": 1e-2}  # where 8 bits round a momentum across zero, the sign is another
+SGD = {"momentum": 0.9, "weight_decay": 5e-4}
+LARS = {**SGD, "trust_coefficient": 0.001, "scale_at": "lr", "zero_norm": "denom"}
+
+
+def _llama() -> Iterator[shapes.Shape]:
+    """Llama-3.2-1B, its output layer tied, as transformers builds it."""
+    yield (128256, 2048)
+    for _ in range(16):
+        yield from ((2048, 2048), (512, 2048), (512, 2048), (2048, 2048))
+        yield from ((8192, 2048), (8192, 2048), (2048, 8192), (2048,), (2048,))
+    yield (2048,)
+
+
+WORKLOADS: dict[str, tuple[shapes.Shape, ...]] = {
+    "flat-1B": ((10**9,),),
+    "llama-3.2-1b": tuple(_llama()),
+    "resnet50": shapes.SHAPES["resnet50"],
+}
+
+
+@dataclass(frozen=True)
+class Contender:
+    """One optimizer that is timed.
+
+    Attributes:
+        name: as the table shows it.
+        family: what it is compared with: rows of one family and workload stand together.
+        module, cls: where its class is.
+        options: of the constructor.
+        extra_reads: what a step reads once more for a norm, a name for every time.
+    """
+
+    name: str
+    family: str
+    module: str
+    cls: str
+    options: Mapping[str, object] = field(default_factory=dict)
+    extra_reads: tuple[str, ...] = ()
+
+    @property
+    def ours(self) -> bool:
+        """Whether it is this package's."""
+        return self.module == "lowbit_optim"
+
+    def missing(self) -> str | None:
+        """Why it cannot be run here, or None."""
+        top = self.module.partition(".")[0]
+        if importlib.util.find_spec(top) is None:
+            return f"{top} is not installed"
+        if not hasattr(importlib.import_module(self.module), self.cls):
+            return f"{self.module} has no {self.cls}"
+        return None
+
+    def make(self, params: list[torch.nn.Parameter], lr: float) -> torch.optim.Optimizer:
+        """The optimizer of these parameters."""
+        return getattr(importlib.import_module(self.module), self.cls)(
+            params, lr=lr, **self.options
+        )
+
+
+def _contenders() -> Iterator[Contender]:
+    def ours(cls: str, family: str, *extra_reads: str, **options: object) -> Contender:
+        return Contender(cls, family, "lowbit_optim", cls, options, extra_reads)
+
+    def other(library: str, cls: str, family: str, **options: object) -> Contender:
+        module = {"torchao": "torchao.optim", "bitsandbytes": "bitsandbytes.optim"}
+        return Contender(f"{library} {cls}", family, module.get(library, library), cls, options)
+
+    yield ours("AdamW8bit", "AdamW")
+    yield Contender("torch AdamW", "AdamW", "torch.optim", "AdamW", {"fused": True})
+    yield other("bitsandbytes", "AdamW8bit", "AdamW")
+    yield other("torchao", "AdamW8bit", "AdamW")
+    yield other("flashoptim", "FlashAdamW", "AdamW")
+    yield ours("Lion8bit", "Lion")
+    yield other("bitsandbytes", "Lion8bit", "Lion")
+    yield other("flashoptim", "FlashLion", "Lion")
+    yield ours("LARS8bit", "LARS", "param", "grad", **LARS)
+    yield Contender("torch SGD", "LARS", "torch.optim", "SGD", {"fused": True, **SGD})
+    yield other("bitsandbytes", "LARS8bit", "LARS", **SGD)
+    yield ours("LAMB8bit", "LAMB", "param", "grad", "state", trust_coefficient=1.0)
+    yield other("bitsandbytes", "LAMB8bit", "LAMB")
+    yield ours("LANS8bit", "LANS", "param", "grad", "param", "grad", "state")
+
+
+CONTENDERS = {contender.name: contender for contender in _contenders()}
+
+
+def bytes_of_step(contender: Contender, params: list[torch.nn.Parameter], state: int) -> int:
+    """Bytes that a step moves at least: p and state read and written, g read, norms read again."""
+    size = sum(p.numel() * p.element_size() for p in params)
+    again = {"param": size, "grad": size, "state": state}
+    return 3 * size + 2 * state + sum(again[name] for name in contender.extra_reads)
+
+
+def _parameters(
+    tensors: tuple[shapes.Shape, ...], dtype: torch.dtype, device: torch.device
+) -> list[torch.nn.Parameter]:
+    params = []
+    for shape in tensors:
+        p = torch.nn.Parameter(torch.empty(shape, dtype=dtype, device=device).normal_(std=0.02))
+        p.grad = torch.empty_like(p).normal_(std=0.01)
+        params.append(p)
+    return params
+
+
+def _times(step: Callable[[], object], device: torch.device, rounds: int) -> list[float]:
+    """Seconds of each of some steps: device events on a GPU, so that the host may run ahead."""
+    if device.type != "cuda":
+        return [measure.seconds(step, device) for _ in range(rounds)]
+    events = [torch.cuda.Event(enable_timing=True) for _ in range(rounds + 1)]
+    events[0].record()
+    for event in events[1:]:
+        step()
+        event.record()
+    torch.cuda.synchronize(device)
+    pairs = itertools.pairwise(events)
+    return [first.elapsed_time(second) / 1e3 for first, second in pairs]
+
+
+def time_one(
+    contender: Contender,
+    tensors: tuple[shapes.Shape, ...],
+    dtype: torch.dtype,
+    device: torch.device,
+    rounds: int,
+) -> dict[str, Any]:
+    """Time one contender on parameters of its own."""
+    torch.manual_seed(0)
+    params = _parameters(tensors, dtype, device)
+    optimizer = contender.make(params, LR)
+    for _ in range(3):  # state, compilation, launch tables
+        optimizer.step()
+    held = measure.state_bytes(optimizer)
+    measure.reset_peak(device)
+    before = torch.cuda.memory_allocated(device) if device.type == "cuda" else 0
+    optimizer.step()
+    peak = measure.peak_bytes(device)
+    gc.collect()
+    gc.disable()
+    try:
+        times = _times(optimizer.step, device, rounds)
+    finally:
+        gc.enable()
+    moved = bytes_of_step(contender, params, held)
+    spread = measure.spread([1e3 * second for second in times])
+    return {
+        "ms": spread,
+        "bytes": moved,
+        "gb_per_s": round(moved / spread["median"] / 1e6, 1),
+        "state_bytes": held,
+        "temporary_bytes": None if peak is None else peak - before,
+        "tensors": len(params),
+        "elements": sum(p.numel() for p in params),
+    }
+
+
+def check(names: list[str], device: torch.device, console: Console) -> dict[str, float]:
+    """Hold this package's contenders against their naive rules.
+
+    Raises:
+        AssertionError: one of them differs.
+    """
+    errors = {}
+    for name in names:
+        contender = CONTENDERS[name]
+        if contender.ours:
+            error = verify.update_error(registry.Entry(name, contender.make), 0.01, device)
+            if not error <= LIMITS.get(contender.family, verify.LIMIT_8):
+                raise AssertionError(f"{name} differs from its naive rule: error {error:.1e}")
+            errors[name] = error
+            console.print(f"{name}: as its rule, error {errors[name]:.1e}")
+    return errors
+
+
+def show(console: Console, rows: list[dict[str, Any]]) -> None:
+    """A short table: every row beside this package's of the same family and workload."""
+    table = Table("workload", "dtype", "optimizer", "ms", "q25..q75", "GB/s", "of copy", "vs ours")
+    ours = {(r["workload"], r["dtype"], r["family"]): r for r in rows if r["ours"]}
+    for row in rows:
+        spread = row["ms"]
+        own = ours.get((row["workload"], row["dtype"], row["family"]))
+        ratio = f"{spread['median'] / own['ms']['median']:.2f}x" if own else ""
+        table.add_row(
+            row["workload"], row["dtype"], row["optimizer"], f"{spread['median']:.3f}",
+            f"{spread['q25']:.3f}..{spread['q75']:.3f}", f"{row['gb_per_s']:.0f}",
+            f"{100 * row['of_copy']:.0f} %", ratio,
+        )  # fmt: skip
+    console.print(table)
+
+
+def run(
+    names: list[str],
+    workloads: Mapping[str, tuple[shapes.Shape, ...]],
+    dtypes: list[str],
+    device: torch.device,
+    rounds: int,
+    console: Console,
+) -> dict[str, Any]:
+    """Time every combination; what cannot be run is named with the reason."""
+    rows: list[dict[str, Any]] = []
+    skipped: dict[str, str] = {}
+    on_gpu = device.type == "cuda"
+    size = 1 << 28 if on_gpu else 1 << 18
+    copies = [measure.copy_gb_per_s(device, size)]
+    for workload, tensors in workloads.items():
+        for dtype in dtypes:
+            for name in names:
+                contender, label = CONTENDERS[name], f"{name}, {workload}, {dtype}"
+                why = contender.missing()
+                if why is None and on_gpu:
+                    # Parameter, gradient and at most two fp32 moments.
+                    needed = (2 * DTYPES[dtype].itemsize + 8) * shapes.elements(tensors)
+                    free, _ = torch.cuda.mem_get_info(device)
+                    why = f"needs {needed / 2**30:.0f} GiB" if needed > free else None
+                if why is not None:
+                    skipped[label] = why
+                    continue
+                try:
+                    found = time_one(contender, tensors, DTYPES[dtype], device, rounds)
+                except (RuntimeError, TypeError, ValueError, NotImplementedError) as error:
+                    if contender.ours:
+                        raise
+                    skipped[label] = f"{type(error).__name__}: {error}".splitlines()[0]
+                    continue
+                finally:
+                    gc.collect()
+                    if on_gpu:
+                        torch.cuda.empty_cache()
+                labels = {"workload": workload, "dtype": dtype, "optimizer": name}
+                rows.append({**labels, "family": contender.family, "ours": contender.ours, **found})
+                console.print(f"{label}: {found['ms']['median']:.3f} ms")
+        copies.append(measure.copy_gb_per_s(device, size))
+    best = max(copies)
+    for row in rows:
+        row["of_copy"] = round(row["gb_per_s"] / best, 3)
+    return {"copy_gb_per_s": [round(x, 1) for x in copies], "rows": rows, "skipped": skipped}
+
+
+def main(
+    optimizer: Annotated[list[str] | None, typer.Option(help="repeatable; all")] = None,
+    workload: Annotated[list[str] | None, typer.Option(help=", ".join(WORKLOADS))] = None,
+    dtype: Annotated[list[str] | None, typer.Option(help="bf16, fp32; repeatable")] = None,
+    rounds: Annotated[int, typer.Option(min=1, help="timed steps of each")] = 20,
+    out: Annotated[Path | None, typer.Option(help="folder for gpu.json")] = None,
+) -> None:
+    """Check, then time, on the GPU."""
+    console = Console(width=120)
+    if not torch.cuda.is_available():
+        console.print("no GPU: nothing is measured")
+        raise typer.Exit(1)
+    for given, known in ((optimizer, CONTENDERS), (workload, WORKLOADS), (dtype, DTYPES)):
+        for name in given or ():
+            if name not in known:
+                raise typer.BadParameter(f"{name!r}; there are: {', '.join(known)}")
+    device, names = torch.device("cuda"), optimizer or list(CONTENDERS)
+    errors = check(names, device, console)
+    chosen = {name: WORKLOADS[name] for name in workload or WORKLOADS}
+    found = run(names, chosen, dtype or list(DTYPES), device, rounds, console)
+    options = {"optimizer": optimizer, "workload": workload, "dtype": dtype, "rounds": rounds}
+    written = {
+        "command": report.command("benchmarks.gpu", options),
+        **report.environment(),
+        "errors": errors,
+        **found,
+    }
+    folder = out or Path(os.environ.get("OUT") or LOCAL_RESULTS)
+    report.write_json(folder / "gpu.json", written)
+    for label, why in found["skipped"].items():
+        console.print(f"left out: {label}: {why}")
+    console.print(f"copy: {', '.join(str(x) for x in found['copy_gb_per_s'])} GB/s")
+    console.print(f"results: {folder / 'gpu.json'}", soft_wrap=True)
+    show(console, found["rows"])
+
+
+if __name__ == "__main__":
+    typer.run(main)

@@ -1,0 +1,222 @@
+"""Compile every optimizer for several GPUs, none of which is needed, and count instructions.
+
+`python -m benchmarks.instructions`: instructions per element, registers, spills and load width of
+every pass, bytes per element, and the rate that both allow on each GPU. `--peers` compiles other
+libraries' kernels in the same way, where they are installed.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+os.environ.pop("TRITON_INTERPRET", None)  # read when triton is imported: nothing runs here
+
+import torch
+import typer
+from rich.console import Console
+from rich.table import Table
+
+import lowbit_optim
+from benchmarks import machine_code, report
+from lowbit_optim_kernels import engine_triton
+from lowbit_optim_kernels.lower import reads
+from lowbit_optim_kernels.rules import Rule
+
+LOCAL_RESULTS = Path(__file__).resolve().parent / "results" / "local"
+LARS_PAPER = {"momentum": 0.9, "weight_decay": 5e-4, "trust_coefficient": 0.001}
+OPTIMIZERS: dict[str, tuple[str, dict[str, Any]]] = {
+    "SGD": ("SGD", {"lr": 0.1, "momentum": 0.9, "weight_decay": 5e-4}),
+    "LARS": ("LARS", {"lr": 0.1, **LARS_PAPER}),
+    "LARS-cap": ("LARS", {"lr": 0.1, "momentum": 0.9, "max_unorm": 0.02}),
+    "Lion": ("Lion", {"weight_decay": 0.1}),
+    "RMSprop": ("RMSprop", {}),
+    "Adagrad": ("Adagrad", {}),
+    "Adam": ("Adam", {}),
+    "AdamW": ("AdamW", {}),
+    "AdamW-amsgrad": ("AdamW", {"amsgrad": True}),
+    "AdEMAMix": ("AdEMAMix", {}),
+    "LAMB": ("LAMB", {"trust_coefficient": 1.0, "weight_decay": 0.01}),
+    "LANS": ("LANS", {"weight_decay": 0.01}),
+    "Eve": ("Eve", {}),
+}
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+WARPS = engine_triton.OPTIONS["num_warps"]
+TILE = 256 * engine_triton.TILE  # elements of a program
+
+
+@dataclass(frozen=True)
+class Chip:
+    """A GPU's peak rates, from its vendor's data sheet.
+
+    Attributes:
+        name: as sold.
+        target: backend, architecture and warp size, as Triton names them.
+        bandwidth: TB/s of its memory.
+        fp32: TFLOP/s of its vector units in fp32, dense.
+        slots: instructions a lane can issue per FLOP of `fp32`: 1/2 where every lane that issues
+            has a fused multiply-add, 1 where half of them have, 1/4 where FLOPs count packed pairs.
+        source: of the two rates.
+    """
+
+    name: str
+    target: tuple[str, int | str, int]
+    bandwidth: float
+    fp32: float
+    slots: float
+    source: str
+
+    def rate(self, instructions: float, moved: float) -> tuple[float, str]:
+        """G elements/s at peak rates, and what bounds it."""
+        by_memory = self.bandwidth * 1e3 / moved
+        by_issue = self.fp32 * self.slots * 1e3 / instructions
+        return min(by_memory, by_issue), "memory" if by_memory <= by_issue else "issue"
+
+
+CHIPS = {
+    "sm_80": Chip("A100 80GB SXM", ("cuda", 80, 32), 2.039, 19.5, 1.0, "NVIDIA A100 data sheet"),
+    "sm_90": Chip("H200 SXM", ("cuda", 90, 32), 4.8, 67.0, 0.5, "NVIDIA H200 data sheet"),
+    "sm_100": Chip("B200 SXM", ("cuda", 100, 32), 8.0, 75.0, 0.5, "NVIDIA HGX B200 data sheet"),
+    "gfx942": Chip("MI300X", ("hip", "gfx942", 64), 5.3, 163.4, 0.25, "AMD MI300X data sheet"),
+}
+
+
+def rule_of(name: str) -> Rule:
+    """The rule that an optimizer's front-end chooses for these options."""
+    cls, options = OPTIMIZERS[name]
+    optimizer = getattr(lowbit_optim, cls)([torch.nn.Parameter(torch.zeros(1))], **options)
+    return optimizer._rule(optimizer.param_groups[0])
+
+
+def bytes_of(rule: Rule, name: str, dtype: torch.dtype, bits: int) -> float:
+    """Bytes per element that one pass reads and writes."""
+    width, update = dtype.itemsize, name == "update"
+    state = 1 + 4 / 256 if bits == 8 else 4
+    functions = [rule.direction] if update else [rule.phases[int(name[7:])].terms]
+    if not update and "u" in reads(functions[0]):
+        functions.append(rule.direction)
+    wanted = {read for fn in functions for read in reads(fn)}
+    moments = [moment.key for moment in rule.moments]
+    moved = width * ((update or "p" in wanted) + ("g" in wanted) + update)
+    if wanted & set(moments):
+        moved += state * len(moments)
+    return moved + (state * len(moments) if update else 0)
+
+
+def measure(name: str, dtype: str, bits: int, target: str, whole: bool = True) -> dict[str, Any]:
+    """Compile all passes of one optimizer for one target and count them."""
+    from triton.backends.compiler import GPUTarget
+
+    rule, (backend, arch, lanes) = rule_of(name), CHIPS[target].target
+    kind = (DTYPES[dtype], DTYPES[dtype], bits if rule.moments else 32, whole, 16)
+    passes, moved = [], 0.0
+    for kernel in engine_triton.passes(rule):
+        compiled = engine_triton.compile_for(GPUTarget(backend, arch, lanes), rule, kernel, kind)
+        counted = machine_code.count(compiled, TILE / (lanes * WARPS))
+        moved += bytes_of(rule, kernel, DTYPES[dtype], kind[2])
+        passes.append({
+            "pass": kernel,
+            "instructions": round(counted.instructions, 1),
+            "registers": counted.registers,
+            "spills": counted.spills,
+            "widest_load": counted.widest_load,
+            "narrow": round(counted.narrow, 3),
+        })  # fmt: skip
+    total = sum(each["instructions"] for each in passes)
+    rate, bound = CHIPS[target].rate(total, moved)
+    return {
+        "optimizer": f"{name}{bits}bit", "dtype": dtype, "target": target, "passes": passes,
+        "instructions": round(total, 1), "bytes": round(moved, 3),
+        "g_elements_per_s": round(rate), "bound": bound,
+    }  # fmt: skip
+
+
+def everything(
+    names: list[str], dtypes: list[str], bits: list[int], targets: list[str]
+) -> Iterator[dict[str, Any]]:
+    """Measure every combination."""
+    for target in targets:
+        for width in bits:
+            for name in names:
+                for dtype in dtypes:
+                    yield measure(name, dtype, width, target)
+
+
+def _row(found: Mapping[str, Any]) -> list[str]:
+    passes = found["passes"]
+    return [
+        found["optimizer"], found["dtype"], found["target"], f"{found['instructions']:.1f}",
+        " + ".join(f"{each['instructions']:.1f}" for each in passes) if len(passes) > 1 else "",
+        str(max(each["registers"] for each in passes)),
+        str(sum(each["spills"] for each in passes)),
+        str(min(each["widest_load"] for each in passes)),
+        f"{found['bytes']:.2f}", str(found["g_elements_per_s"]), found["bound"],
+    ]  # fmt: skip
+
+
+def show(console: Console, rows: list[dict[str, Any]], targets: list[str]) -> None:
+    """Print the table and the rates that it assumes."""
+    columns = ("optimizer", "dtype", "target", "instr/elem", "by pass", "regs", "spills",
+               "load B", "B/elem", "G elem/s", "bound")  # fmt: skip
+    table = Table(*columns)
+    for found in rows:
+        table.add_row(*_row(found))
+    console.print(table)
+    for target in targets:
+        chip = CHIPS[target]
+        console.print(
+            f"{target}: {chip.name}, {chip.bandwidth} TB/s, {chip.fp32} TFLOP/s fp32, so "
+            f"{chip.fp32 * chip.slots:.1f} T instructions a lane/s ({chip.source})"
+        )
+    console.print("G elem/s: the smaller of both peak rates; nothing was run.")
+
+
+def _checked(kind: str, given: list[str] | None, known: Mapping[str, object]) -> list[str]:
+    unknown = [name for name in given or () if name not in known]
+    if unknown:
+        raise typer.BadParameter(f"unknown {kind} {unknown[0]!r}; there are: {', '.join(known)}")
+    return given or list(known)
+
+
+def main(
+    optimizer: Annotated[list[str] | None, typer.Option(help="repeatable; all")] = None,
+    dtype: Annotated[list[str] | None, typer.Option(help="bf16, fp16, fp32; repeatable")] = None,
+    bits: Annotated[list[int] | None, typer.Option(help="8 or 32; repeatable; 8")] = None,
+    target: Annotated[list[str] | None, typer.Option(help="sm_80, sm_90, ...; repeatable")] = None,
+    peers: Annotated[bool, typer.Option("--peers", help="count other libraries too")] = False,
+    out: Annotated[Path, typer.Option(help="folder for instructions.json")] = LOCAL_RESULTS,
+) -> None:
+    """Count the instructions of the GPU kernels."""
+    available = {name: row for name, row in OPTIMIZERS.items() if hasattr(lowbit_optim, row[0])}
+    names = _checked("optimizer", optimizer, available)
+    dtypes = _checked("dtype", dtype or ["bf16", "fp32"], DTYPES)
+    targets = _checked("target", target, CHIPS)
+    widths = bits or [8]
+    console, rows = Console(width=150), []
+    with console.status("compiling") as status:
+        for found in everything(names, dtypes, widths, targets):
+            rows.append(found)
+            status.update(f"{found['optimizer']} {found['dtype']} {found['target']}")
+    show(console, rows, targets)
+    others = []
+    if peers:
+        from benchmarks import peer_instructions
+
+        others = peer_instructions.count_all(console)
+    options = {"optimizer": optimizer, "dtype": dtype, "bits": bits, "target": target}
+    written = {
+        "command": report.command("benchmarks.instructions", {**options, "peers": peers}),
+        **report.environment(),
+        "chips": {name: vars(CHIPS[name]) for name in targets},
+        "rows": rows,
+        "peers": others,
+    }
+    report.write_json(out / "instructions.json", written)
+    console.print(f"results: {out / 'instructions.json'}", soft_wrap=True)
+
+
+if __name__ == "__main__":
+    typer.run(main)

@@ -1,0 +1,115 @@
+"""Count machine instructions of a compiled Triton kernel, without a GPU.
+
+The kernels have no loop, so an instruction of the listing is issued once per thread: instructions
+per element are the listing's length over the elements of a thread.
+"""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import tempfile
+from collections import Counter
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Count:
+    """What a kernel's machine code says.
+
+    Attributes:
+        instructions: per element and thread.
+        registers: per thread.
+        spills: instructions that move registers to memory and back.
+        widest_load: bytes of the widest load from global memory.
+        narrow: share of the global loads and stores that move fewer than 4 bytes.
+        opcodes: how often each occurs.
+    """
+
+    instructions: float
+    registers: int
+    spills: int
+    widest_load: int
+    narrow: float
+    opcodes: dict[str, int]
+
+
+def tool(name: str) -> Path:
+    """A program of the CUDA toolkit that Triton's wheel carries."""
+    import triton.backends.nvidia
+
+    return Path(triton.backends.nvidia.__file__).parent / "bin" / name
+
+
+def run(program: str, *arguments: str) -> str:
+    done = subprocess.run(
+        [str(tool(program)), *arguments], capture_output=True, text=True, check=True
+    )
+    return done.stdout
+
+
+def sass_opcodes(listing: str) -> list[str]:
+    """Opcodes of a disassembly up to the last EXIT, without padding."""
+    lines = [line for line in listing.splitlines() if re.search(r"/\*[0-9a-f]{4,}\*/\s", line)]
+    texts = [re.sub(r".*?/\*[0-9a-f]{4,}\*/\s+", "", line).strip() for line in lines]
+    opcodes = [re.sub(r"^@!?U?P\w+\s+", "", text).split()[0].rstrip(";") for text in texts]
+    exits = [i for i, opcode in enumerate(opcodes) if opcode == "EXIT"]
+    return [opcode for opcode in opcodes[: exits[-1] + 1] if opcode != "NOP"]
+
+
+def _sass_bytes(opcode: str) -> int:
+    found = re.search(r"\.(128|64|U8|S8|U16|S16)\b", opcode)
+    return {"128": 16, "64": 8, "8": 1, "16": 2}[found[1].lstrip("US")] if found else 4
+
+
+def _count_sass(cubin: bytes, elements: float) -> Count:
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        listing = run("nvdisasm", "-c", file.name)
+        usage = run("cuobjdump", "-res-usage", file.name)
+    opcodes = sass_opcodes(listing)
+    registers = re.search(r"REG:(\d+)", usage)
+    assert registers is not None
+    widths = [_sass_bytes(x) for x in opcodes if x.startswith(("LDG", "STG"))]
+    loads = [_sass_bytes(x) for x in opcodes if x.startswith("LDG")]
+    return Count(
+        instructions=len(opcodes) / elements,
+        registers=int(registers[1]),
+        spills=sum(x.startswith(("LDL", "STL")) for x in opcodes),
+        widest_load=max(loads),
+        narrow=sum(width < 4 for width in widths) / len(widths),
+        opcodes=dict(Counter(opcodes).most_common()),
+    )
+
+
+_GCN_BYTES = {"dwordx4": 16, "dwordx3": 12, "dwordx2": 8, "dword": 4, "ushort": 2, "short": 2}
+
+
+def _gcn_bytes(opcode: str) -> int:
+    return next((size for end, size in _GCN_BYTES.items() if opcode.endswith(end)), 1)
+
+
+def _count_gcn(assembly: str, elements: float) -> Count:
+    opcodes = re.findall(r"^\t((?:v|s|ds|global|buffer|flat|scratch)_\w+)", assembly, re.MULTILINE)
+    memory = [x for x in opcodes if x.startswith(("global_", "buffer_", "flat_"))]
+    loads = [_gcn_bytes(x) for x in memory if "_load_" in x]
+    registers = re.search(r"\.vgpr_count:\s*(\d+)", assembly)
+    assert registers is not None
+    return Count(
+        instructions=len(opcodes) / elements,
+        registers=int(registers[1]),
+        spills=sum(x.startswith("scratch_") for x in opcodes),
+        widest_load=max(loads),
+        narrow=sum(_gcn_bytes(x) < 4 for x in memory) / len(memory),
+        opcodes=dict(Counter(opcodes).most_common()),
+    )
+
+
+def count(kernel: Any, elements: float) -> Count:
+    """Count a CompiledKernel whose threads take `elements` elements each."""
+    if "cubin" in kernel.asm:
+        return _count_sass(kernel.asm["cubin"], elements)
+    return _count_gcn(kernel.asm["amdgcn"], elements)

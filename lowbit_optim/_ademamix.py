@@ -1,0 +1,141 @@
+"""AdEMAMix."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import lru_cache
+from typing import Any
+
+from torch import Tensor
+
+from lowbit_optim_kernels.rules import Rule
+from lowbit_optim_kernels.rules_ademamix import ademamix_rule
+
+from . import _checks
+from ._optimizer import LowBitOptimizer
+from ._variants import fixed_bits
+
+_rule = lru_cache(maxsize=None)(ademamix_rule)
+
+
+class AdEMAMix(LowBitOptimizer):
+    r"""Adam with a second, slow average of the gradient, its moments in 32 or 8 bits.
+
+    With g the gradient and t the tensor's step:
+
+        a_t = min(t / t_alpha, 1) alpha               alpha without `t_alpha`
+        1 / log(b_t) = (1 - s) / log(beta1) + s / log(beta3),   s = min(t / t_beta3, 1)
+                                                      b_t = beta3 without `t_beta3`
+        m1 = beta1 m1 + (1 - beta1) g
+        m2 = b_t m2 + (1 - b_t) g
+        v = beta2 v + (1 - beta2) g^2
+        u = (m1 / (1 - beta1^t) + a_t m2) / (sqrt(v / (1 - beta2^t)) + eps)
+        p = p (1 - lr weight_decay) - lr u
+
+    The state is `exp_avg` (m1), `exp_avg_slow` (m2) and `exp_avg_sq` (v).
+
+    Args:
+        params: parameters, named parameters or parameter groups.
+        lr: learning rate, a number or a tensor of one element. Default 1e-3.
+        betas: decay rates of the fast average, the second moment and the slow average. Default
+            (0.9, 0.999, 0.9999).
+        alpha: weight of the slow average. Default 5.0.
+        t_alpha: steps over which alpha rises from 0, usually the whole training; None, the default,
+            for no warm-up.
+        t_beta3: steps over which the slow average's decay rate rises from beta1; None, the default,
+            for no warm-up.
+        eps: added to the denominator. Default 1e-8.
+        weight_decay: decoupled weight decay. Default 1e-2.
+        optim_bits: 32 or 8, the width of the moments. Default 32.
+        min_8bit_size: tensors with fewer elements keep 32-bit state. Default 4096.
+        is_paged: must be False (bitsandbytes compatibility).
+        percentile_clipping: clip the gradient's norm to this percentile (0..100) of the last 100
+            steps' norms; 100 is off, the default.
+        max_unorm: cap ||u|| at max_unorm ||p||; 0 is off, the default.
+        args: object whose `optim_bits`, `min_8bit_size`, `percentile_clipping` and `max_unorm`
+            replace these arguments where present.
+        maximize: ascend instead of descend. Default False.
+        foreach, fused, capturable: as in torch.optim. All tensors of a group are always stepped
+            together and, on accelerators, captured safely; `fused=True` insists on a compiled
+            engine and raises in `step` where there is none.
+        differentiable: must be False.
+
+    Raises:
+        ValueError, TypeError: naming the argument that is not allowed.
+
+    Example:
+        >>> optimizer = AdEMAMix8bit(model.parameters(), lr=1e-3, t_alpha=100_000, t_beta3=100_000)
+
+    Reference:
+        Pagliardini, Ablin, Grangier, "The AdEMAMix Optimizer: Better, Faster, Older",
+        arXiv:2409.03137 (2024), Alg. 1 and its schedulers.
+
+    Where it differs: bitsandbytes stacks the two averages in one tensor; here they are two. It
+    has neither percentile clipping nor `max_unorm` for AdEMAMix; here both work. It reads
+    `t_alpha=0` as None; here it is refused.
+    """
+
+    family = "AdEMAMix"
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float | Tensor = 1e-3,
+        betas: tuple[float, float, float] = (0.9, 0.999, 0.9999),
+        alpha: float = 5.0,
+        t_alpha: int | None = None,
+        t_beta3: int | None = None,
+        eps: float = 1e-8,
+        weight_decay: float = 1e-2,
+        optim_bits: int = 32,
+        min_8bit_size: int = 4096,
+        is_paged: bool = False,
+        *,
+        percentile_clipping: int = 100,
+        max_unorm: float = 0.0,
+        args: Any = None,
+        maximize: bool = False,
+        foreach: bool | None = None,
+        capturable: bool = False,
+        differentiable: bool = False,
+        fused: bool | None = None,
+    ) -> None:
+        _checks.bitsandbytes_switches(True, is_paged)
+        defaults = {
+            "lr": lr, "betas": betas, "alpha": alpha, "t_alpha": t_alpha, "t_beta3": t_beta3,
+            "eps": eps, "weight_decay": weight_decay, "optim_bits": optim_bits,
+            "min_8bit_size": min_8bit_size, "percentile_clipping": percentile_clipping,
+            "max_unorm": max_unorm, "maximize": maximize, "foreach": foreach,
+            "capturable": capturable, "differentiable": differentiable, "fused": fused,
+        }  # fmt: skip
+        super().__init__(params, defaults, args)
+
+    def _validate(self, group: Mapping[str, Any]) -> None:
+        super()._validate(group)
+        _checks.betas(group["betas"], 3)
+        _checks.number("alpha", group["alpha"], 0.0)
+        for name in ("t_alpha", "t_beta3"):
+            if group[name] is not None:
+                _checks.integer(name, group[name], 1)
+        _checks.number("eps", group["eps"], 0.0)
+        _checks.number("weight_decay", group["weight_decay"], 0.0)
+
+    def _rule(self, group: Mapping[str, Any]) -> Rule:
+        return _rule(cap=group["max_unorm"] > 0)
+
+    def _hyper(self, group: Mapping[str, Any]) -> dict[str, float | Tensor]:
+        beta1, beta2, beta3 = group["betas"]
+        return {
+            "beta1": beta1,
+            "beta2": beta2,
+            "beta3": beta3,
+            "alpha": group["alpha"],
+            "t_alpha": float(group["t_alpha"] or 0),
+            "t_beta3": float(group["t_beta3"] or 0),
+            "eps": group["eps"],
+            "weight_decay": group["weight_decay"],
+        }
+
+
+AdEMAMix8bit = fixed_bits(AdEMAMix, 8)
+AdEMAMix32bit = fixed_bits(AdEMAMix, 32)

@@ -1,0 +1,215 @@
+"""Cain."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lowbit_optim_kernels.rules import TINY, Moment
+
+from . import _checks
+from ._eager import EagerOptimizer, Work, dot
+from ._variants import fixed_bits
+
+RESET_PERIOD = 1000  # steps after which the rank-1 factor is estimated afresh
+CLAMP_PERIOD = 10
+
+
+class Cain(EagerOptimizer):
+    r"""icefall's Cain: Adam whose steps are relative to the weights' size; 32 or 8 bits.
+
+    Every step is proportional to R, an estimate of |p| that is a product of one vector per
+    dimension, and the size of a tensor is learned besides, as if it were a parameter exp(scale).
+    With g the gradient, t the number of steps the tensor has taken before and n its elements:
+
+        delta = beta1 delta
+        n > 1:   s = sum(p g) ;  S = beta2 S + (1 - beta2) s^2
+                 delta -= p lr sqrt(1 - beta2^(t+1)) scale_speed (1 - beta1) s / (sqrt(S) + eps)
+                 v = beta2 v + (1 - beta2) g^2 ;  R = update_rms(p, R, t)
+                 delta -= g / (sqrt(v) + eps) R (1 - beta1) lr (1 - beta2^t)
+        n == 1:  v = beta2 v + (1 - beta2) g^2
+                 delta -= g / (sqrt(v) + eps) (1 - beta1) lr sqrt(1 - beta2^t)
+        p = p + delta
+        every 10th step, from the first, unless lr = 0:  p = clamp(p, -param_max, param_max)
+
+        update_rms:  every 1000th step, from the first: R = 1, then for every dimension in order,
+                     in the others only for dimension t mod ndim:
+                         f = max(p^2, rms_eps^2) / R^2, its mean over everything if
+                             n <= 2 shape[dim], else over the other dimensions
+                         R = R sqrt(f)
+
+    Args:
+        params: parameters, named parameters or parameter groups.
+        lr: learning rate, a number or a tensor of one element: the size of a step relative to the
+            weights. Default 1e-2.
+        betas: decay rates of `delta` and of the squared gradients. Default (0.9, 0.98).
+        eps: added to the denominators. Default 1e-8.
+        scale_speed: learning rate of a tensor's size, relative to lr, in (0, 1). Default 0.05.
+        rms_eps: smaller weights count as this large in R, in (0, 0.1). Default 1e-5.
+        param_max: no weight grows beyond this magnitude, in (0.1, 1e4]. Default 20.
+        bias_correction_fix: correct v's bias as Adam does, by sqrt(1 - beta2^(t+1)), in both
+            branches. Default False: the exponents above, with which a first step moves nothing but
+            a tensor's size.
+        optim_bits: 32 or 8, the width of `delta` and v. Default 32.
+        args: object whose `optim_bits`, `min_8bit_size` and `percentile_clipping` replace these
+            arguments where present; its `max_unorm` must be 0.
+        min_8bit_size: tensors with fewer elements keep 32-bit state. Default 4096.
+        percentile_clipping: clip the gradient's norm to this percentile (0..100) of the last 100
+            steps' norms; 100 is off, the default.
+        maximize: ascend instead of descend. Default False.
+        foreach, fused, capturable, differentiable: must not be True; the tensors are stepped one
+            at a time with torch operators, with temporaries of a tensor's size in fp32.
+
+    Raises:
+        ValueError, TypeError: naming the argument that is not allowed.
+
+    Example:
+        >>> optimizer = Cain8bit(model.parameters(), lr=1e-2)
+        >>> scheduler = Eden(optimizer, lr_batches=5000, lr_epochs=6)
+
+    Reference:
+        Povey, `egs/librispeech/ASR/pruned_transducer_stateless7/optim.py` in the history of
+        danpovey/icefall (2022); unpublished otherwise.
+
+    Where it differs: icefall stores R as a tensor of p's size and ignores `scale_speed`, always
+    0.05. `step` is a CPU tensor, read without waiting for the device; only under an AMP GradScaler
+    is anything read back, its `found_inf`, once a step. A non-finite gradient element damages no
+    other weight.
+    """
+
+    family = "Cain"
+    MOMENTS = (Moment("delta"), Moment("exp_avg_sq", signed=False))
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float | Tensor = 1e-2,
+        betas: tuple[float, float] = (0.9, 0.98),
+        eps: float = 1e-8,
+        scale_speed: float = 0.05,
+        rms_eps: float = 1e-5,
+        param_max: float = 20.0,
+        *,
+        bias_correction_fix: bool = False,
+        optim_bits: int = 32,
+        args: Any = None,
+        min_8bit_size: int = 4096,
+        percentile_clipping: int = 100,
+        maximize: bool = False,
+        foreach: bool | None = None,
+        capturable: bool = False,
+        differentiable: bool = False,
+        fused: bool | None = None,
+    ) -> None:
+        defaults = {
+            "lr": lr, "betas": betas, "eps": eps, "scale_speed": scale_speed, "rms_eps": rms_eps,
+            "param_max": param_max, "bias_correction_fix": bias_correction_fix,
+            "optim_bits": optim_bits, "min_8bit_size": min_8bit_size,
+            "percentile_clipping": percentile_clipping, "max_unorm": 0.0, "maximize": maximize,
+            "foreach": foreach, "capturable": capturable, "differentiable": differentiable,
+            "fused": fused,
+        }  # fmt: skip
+        super().__init__(params, defaults, args)
+
+    def _validate(self, group: Mapping[str, Any]) -> None:
+        super()._validate(group)
+        _checks.betas(group["betas"])
+        _checks.number("eps", group["eps"], 0.0)
+        _between("scale_speed", group["scale_speed"], 0.0, 1.0, closed=False)
+        _between("rms_eps", group["rms_eps"], 0.0, 0.1, closed=False)
+        _between("param_max", group["param_max"], 0.1, 1e4, closed=True)
+        _checks.flag("bias_correction_fix", group["bias_correction_fix"])
+
+    def _extras(
+        self, p: Tensor, group: Mapping[str, Any], state: Mapping[str, Any]
+    ) -> dict[str, tuple[int, ...]]:
+        if p.numel() <= 1:
+            return {}
+        vectors = {_vector(dim): (size,) for dim, size in enumerate(p.shape)}
+        return {"scale_exp_avg_sq": (), **vectors}
+
+    def _update(self, work: Work) -> Tensor:
+        group, p, g, t = work.group, work.p, work.g, work.t
+        beta1, beta2 = group["betas"]
+        whole = p.numel() > 1
+        delta = work.moments["delta"].mul_(beta1)
+        if whole:
+            delta.add_(p * _size_step(work))
+        square = work.moments["exp_avg_sq"].mul_(beta2).addcmul_(g, g, value=1 - beta2)
+        u = g / square.sqrt().add_(group["eps"] + TINY)
+        if whole:
+            for vector in _update_rms(work):
+                u.mul_(vector)
+        fix = group["bias_correction_fix"]
+        correction = 1 - beta2 ** (t + 1 if fix else t)
+        if fix or not whole:
+            correction = math.sqrt(correction)
+        delta.sub_(u.mul_(work.lr * ((1 - beta1) * correction)))
+        new = torch.where(delta != 0, p + delta, p)  # adding 0 would turn -0 into 0
+        return new if t % CLAMP_PERIOD else _clamped(new, work)
+
+
+def _between(name: str, value: Any, low: float, high: float, closed: bool) -> None:
+    """Refuse what is not a number in (low, high), or in (low, high] if closed."""
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise TypeError(f"{name} must be a number, got {value!r}")
+    if not low < value <= high or (value == high and not closed):
+        end = "]" if closed else ")"
+        raise ValueError(f"{name} must be in ({low:g}, {high:g}{end}; got {value!r}")
+
+
+def _clamped(p: Tensor, work: Work) -> Tensor:
+    """Clamp p to ±param_max, but not with lr = 0, which moves nothing."""
+    lr, limit = work.lr, work.group["param_max"]
+    if isinstance(lr, Tensor):
+        return torch.where(lr != 0, p.clamp(-limit, limit), p)
+    return p.clamp(-limit, limit) if lr else p
+
+
+def _vector(dim: int) -> str:
+    """Key of R's vector along a dimension."""
+    return f"param_rms_{dim}"
+
+
+def _size_step(work: Work) -> Tensor:
+    """Relative change of the tensor's size: Adam, without momentum, on its logarithm."""
+    group, square = work.group, work.state["scale_exp_avg_sq"]
+    beta1, beta2 = group["betas"]
+    s = dot(work.p, work.g)
+    square.mul_(beta2).add_(s * s, alpha=1 - beta2)
+    step = s / (square.sqrt() + (group["eps"] + TINY))
+    correction = math.sqrt(1 - beta2 ** (work.t + 1))
+    return step * (work.lr * (-correction * group["scale_speed"] * (1 - beta1)))
+
+
+def _update_rms(work: Work) -> list[Tensor]:
+    """Refresh R and return its vectors, which broadcast over p."""
+    p, t = work.p, work.t
+    vectors = [
+        work.state[_vector(dim)].view([-1 if d == dim else 1 for d in range(p.ndim)])
+        for dim in range(p.ndim)
+    ]
+    square = p * p
+    least = max(work.group["rms_eps"] ** 2, torch.finfo(p.dtype).tiny)
+    square = torch.where(square.isfinite(), square, 0.0).clamp_(min=least)
+    refreshed = [t % p.ndim]
+    if t % RESET_PERIOD == 0:
+        refreshed = list(range(p.ndim))
+        for vector in vectors:
+            vector.fill_(1.0)
+    for dim in refreshed:
+        f = square
+        for vector in vectors:
+            f = f / (vector * vector)
+        others = [d for d in range(p.ndim) if d != dim]
+        f = f.mean() if p.numel() <= 2 * p.shape[dim] else f.mean(others, keepdim=True)
+        vectors[dim].mul_(f.sqrt())
+    return vectors
+
+
+Cain8bit = fixed_bits(Cain, 8)
+Cain32bit = fixed_bits(Cain, 32)

@@ -1,0 +1,250 @@
+"""`EagerOptimizer`: stepped a tensor at a time with torch operators, for rules that need it whole.
+
+A rule that multiplies a tensor by matrices or averages it along single dimensions does not fit the
+engines' passes over elements. Here it gets the whole tensor, its moments decoded, in fp32 (fp64 for
+fp64 parameters). What happens in which step is decided on the host, so `step` lives on the CPU and
+is read without waiting for the device.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from lowbit_optim_kernels.dispatch import engine_for, load_engine
+from lowbit_optim_kernels.dynamic8 import Layout
+from lowbit_optim_kernels.plan import GNORM_HISTORY
+from lowbit_optim_kernels.rules import Moment
+
+from ._codec import dequantize_blockwise
+from ._optimizer import LowBitOptimizer
+
+
+@dataclass
+class Work:
+    """One parameter's step, all floating tensors in the dtype that is computed in.
+
+    Attributes:
+        p: the parameter's values; only read.
+        g: the gradient, unscaled, flipped and clipped; only read.
+        t: how many steps the parameter has taken before.
+        lr: a number, or a 0-d tensor on p's device.
+        group: the parameter group.
+        state: the parameter's state; what it holds beside moments is written in place.
+        moments: by key, the decoded moments, to be overwritten in place.
+    """
+
+    p: Tensor
+    g: Tensor
+    t: int
+    lr: float | Tensor
+    group: Mapping[str, Any]
+    state: dict[str, Any]
+    moments: dict[str, Tensor]
+
+
+def compute_dtype(p: Tensor) -> torch.dtype:
+    """The dtype that a parameter's step is computed in."""
+    return torch.float64 if p.dtype == torch.float64 else torch.float32
+
+
+def _sum_dtype(x: Tensor) -> torch.dtype:
+    return torch.float32 if x.device.type == "mps" else torch.float64  # MPS has no fp64
+
+
+def dot(a: Tensor, b: Tensor) -> Tensor:
+    """Sum of the finite elements of a * b; 0-d, and 0 where its square would overflow."""
+    terms = a * b
+    total = torch.where(terms.isfinite(), terms, 0.0).sum(dtype=_sum_dtype(a)).to(a.dtype)
+    return torch.where((4 * total * total).isfinite(), total, 0.0)
+
+
+def rms(x: Tensor) -> Tensor:
+    """Root mean square of x, an element without a finite square counting as zero; 0-d."""
+    square = x * x
+    mean = torch.where(square.isfinite(), square, 0.0).mean(dtype=_sum_dtype(x))
+    return mean.sqrt().to(x.dtype)
+
+
+class EagerOptimizer(LowBitOptimizer):
+    """Base class of the optimizers that torch operators step; not meant to be constructed.
+
+    A subclass gives `MOMENTS`, `_validate`, `_extras`, `_update` and, where a state does not start
+    at zero, `_new_extra`.
+    """
+
+    MOMENTS: ClassVar[tuple[Moment, ...]]
+
+    @abstractmethod
+    def _extras(
+        self, p: Tensor, group: Mapping[str, Any], state: Mapping[str, Any]
+    ) -> dict[str, tuple[int, ...]]:
+        """Key and shape of all state beside the moments; `state` is empty before the first step."""
+
+    @abstractmethod
+    def _update(self, work: Work) -> Tensor:
+        """The parameter's new values; moments and other state are written in place."""
+
+    def _new_extra(
+        self, key: str, shape: tuple[int, ...], p: Tensor, group: Mapping[str, Any]
+    ) -> Tensor:
+        """How a state beside the moments starts."""
+        return torch.zeros(shape, dtype=compute_dtype(p), device=p.device)
+
+    def _validate(self, group: Mapping[str, Any]) -> None:
+        super()._validate(group)
+        name = self.family
+        for flag in ("foreach", "fused"):
+            if group[flag]:
+                raise ValueError(
+                    f"{flag} must be None or False for {name}, got True: its tensors are stepped "
+                    "one at a time with torch operators"
+                )
+        if group["capturable"]:
+            raise ValueError(
+                f"capturable must be False for {name}, got True: the host decides in every step "
+                "what to do, which a CUDA graph cannot replay"
+            )
+        if group["max_unorm"] != 0:
+            raise ValueError(
+                f"max_unorm must be 0 for {name}, got {group['max_unorm']!r}: its update is "
+                "proportional to the size of the parameter already"
+            )
+
+    def _moments(self, group: Mapping[str, Any]) -> tuple[Moment, ...]:
+        return self.MOMENTS
+
+    def _init_state(self, p: Tensor, group: Mapping[str, Any], state: dict[str, Any]) -> None:
+        extras = self._extras(p, group, state)
+        state.setdefault("step", torch.zeros((), dtype=torch.float32))
+        super()._init_state(p, group, state)
+        for key, shape in extras.items():
+            if key not in state:
+                state[key] = self._new_extra(key, shape, p, group)
+
+    def _fitted(
+        self, saved: Mapping[str, Any], p: Tensor, group: Mapping[str, Any]
+    ) -> dict[str, Any]:
+        state = super()._fitted(saved, p, group)
+        if not state:
+            return state
+        if "step" not in saved:
+            raise ValueError(f"state_dict does not fit {type(self).__name__}: it has no 'step'")
+        step = torch.as_tensor(saved["step"])
+        state["step"] = step.to(device="cpu", dtype=torch.float32, copy=True).reshape(())
+        for key, shape in self._extras(p, group, state).items():
+            value = state.get(key)
+            found = tuple(value.shape) if isinstance(value, Tensor) else value
+            if found != shape:
+                raise ValueError(
+                    f"state_dict does not fit {type(self).__name__}: {key!r} of a parameter of "
+                    f"shape {tuple(p.shape)} must have shape {shape}; got {found!r}"
+                )
+            state[key] = state[key].to(compute_dtype(p)).contiguous()
+        return state
+
+    def _step_groups(self) -> None:
+        if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
+            raise RuntimeError(
+                f"{type(self).__name__}.step cannot be captured in a CUDA graph: the host decides "
+                "in every step what to do"
+            )
+        groups = enumerate(self.param_groups)
+        parts = [part for index, group in groups for _, part in self._parts(index, group)]
+        # All that is refused is refused here, before any parameter's state has changed.
+        todo = [(p, g, part) for part in parts for p, g, _ in self._gradients(part)]
+        keys = [moment.key for moment in self.MOMENTS]
+        states = [self._state_of(p, part, keys) for p, _, part in todo]
+        found_inf = getattr(self, "found_inf", None)
+        # The only value ever read back, and only under a GradScaler, which for most of torch's
+        # optimizers reads it back itself.
+        if found_inf is not None and bool(found_inf):
+            return
+        for (p, g, part), state in zip(todo, states, strict=True):
+            self._step_parameter(p, g, part, state)
+
+    def _state_of(self, p: Tensor, group: Mapping[str, Any], keys: list[str]) -> dict[str, Any]:
+        state = super()._state_of(p, group, keys)
+        extras = [state[key] for key in self._extras(p, group, state)]
+        if any((x.dtype, x.device) != (compute_dtype(p), p.device) for x in extras):
+            state.update(self._fitted(state, p, group))  # the model has changed its dtype
+        return state
+
+    def _gradient(self, p: Tensor) -> Tensor:
+        placements = getattr(p, "placements", None)
+        if placements is not None:
+            raise RuntimeError(
+                f"{type(self).__name__} needs whole tensors and does not step a DTensor; got one "
+                f"with placements {placements}"
+            )
+        return super()._gradient(p)
+
+    def _step_parameter(
+        self, p: Tensor, g: Tensor, group: Mapping[str, Any], state: dict[str, Any]
+    ) -> None:
+        t = int(state["step"])
+        state["step"] += 1
+        if p.numel() == 0:
+            return
+        dtype = compute_dtype(p)
+        lr = group["lr"]
+        if isinstance(lr, Tensor):
+            lr = float(lr) if lr.device.type == "cpu" else lr.to(p.device, dtype).reshape(())
+        work = Work(
+            p=p.detach().to(dtype), g=self._prepared(g.to(dtype), t, group, state), t=t, lr=lr,
+            group=group, state=state,
+            moments={m.key: _decoded(state, m, dtype) for m in self.MOMENTS},
+        )  # fmt: skip
+        p.copy_(self._update(work))
+        self._store(work)
+
+    def _prepared(
+        self, g: Tensor, t: int, group: Mapping[str, Any], state: Mapping[str, Any]
+    ) -> Tensor:
+        """The gradient without the loss scale, flipped by `maximize`, and clipped."""
+        grad_scale = getattr(self, "grad_scale", None)
+        if grad_scale is not None:
+            g = g / grad_scale.to(device=g.device, dtype=g.dtype).reshape(())
+        if group["maximize"]:
+            g = -g
+        if group["percentile_clipping"] < 100:
+            g = g * _clip_factor(g, state["gnorm_vec"], t + 1, group["percentile_clipping"])
+        return g
+
+    def _store(self, work: Work) -> None:
+        """Quantize the new moments, where they are stored in 8 bits."""
+        state = work.state
+        if state[self.MOMENTS[0].key].dtype != torch.uint8:
+            return  # decoding gave the state itself, and the rule has written it
+        # As in the engines, an element with one bad moment starts again in all of them.
+        finite = torch.stack([x.isfinite() for x in work.moments.values()]).all(0)
+        for moment in self.MOMENTS:
+            x = torch.where(finite, work.moments[moment.key], 0.0).contiguous()
+            codes, absmax = state[moment.key], state[f"{moment.key}_absmax"]
+            layout = Layout.of(codes.shape)
+            engine = load_engine(engine_for(x).name)
+            engine.quantize(x, moment.signed, layout.rows, layout.row, codes, absmax)
+
+
+def _decoded(state: Mapping[str, Any], moment: Moment, dtype: torch.dtype) -> Tensor:
+    stored = state[moment.key]
+    if stored.dtype != torch.uint8:
+        return stored
+    return dequantize_blockwise(stored, state[f"{moment.key}_absmax"], moment.signed, dtype)
+
+
+def _clip_factor(g: Tensor, history: Tensor, step: int, percentile: int) -> Tensor:
+    """Record ||g||^2 and return the factor of percentile clipping; `step` counts from 1."""
+    square = (g * g).sum(dtype=_sum_dtype(g)).float()
+    ok = square.isfinite()
+    record = history < 0  # a fresh history is -1 throughout
+    record[step % GNORM_HISTORY] = True
+    history.copy_(torch.where(record & ok, square, history))
+    limit = history.sort().values[percentile].to(g.dtype).sqrt()
+    norm = square.to(g.dtype).sqrt()
+    return torch.where(ok & (norm > limit), limit / norm, 1.0)

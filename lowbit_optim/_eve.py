@@ -1,0 +1,124 @@
+"""Eve."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import lru_cache
+from typing import Any
+
+from torch import Tensor
+
+from lowbit_optim_kernels.rules import Rule
+from lowbit_optim_kernels.rules_eve import eve_rule
+
+from . import _checks
+from ._optimizer import LowBitOptimizer
+from ._variants import fixed_bits
+
+_rule = lru_cache(maxsize=None)(eve_rule)
+
+
+class Eve(LowBitOptimizer):
+    r"""icefall's Eve: Adam whose decay acts only on tensors that have grown; 32 or 8 bits.
+
+    With g the gradient, t the tensor's step and n the number of elements of p:
+
+        m = beta1 m + (1 - beta1) g
+        v = beta2 v + (1 - beta2) g^2
+        if n > 1 and ||p|| > target_rms sqrt(n):  p = p (1 - weight_decay)
+        p = p - lr m / (1 - beta1^t) / (sqrt(v / (1 - beta2^t)) + eps)
+
+    The decay is not multiplied by lr, and ||p|| is taken before it. A step with lr = 0 moves
+    nothing: there is no decay in it.
+
+    Args:
+        params: parameters, named parameters or parameter groups.
+        lr: learning rate, a number or a tensor of one element. Default 1e-3.
+        betas: decay rates of the first and second moment. Default (0.9, 0.98).
+        eps: added to the denominator. Default 1e-8.
+        weight_decay: share of p, 0 to 1, that a step takes off while rms(p) is above the target.
+            Default 1e-3.
+        target_rms: root mean square of p above which it decays, in (0, 10]. Default 0.1.
+        optim_bits: 32 or 8, the width of the moments. Default 32.
+        args: object whose `optim_bits`, `min_8bit_size`, `percentile_clipping` and `max_unorm`
+            replace these arguments where present.
+        min_8bit_size: tensors with fewer elements keep 32-bit state. Default 4096.
+        percentile_clipping: clip the gradient's norm to this percentile (0..100) of the last 100
+            steps' norms; 100 is off, the default.
+        max_unorm: cap the norm of the update without the decay at max_unorm ||p||; 0 is off, the
+            default.
+        maximize: ascend instead of descend. Default False.
+        foreach, fused, capturable: as in torch.optim. All tensors of a group are always stepped
+            together and, on accelerators, captured safely; `fused=True` insists on a compiled
+            engine and raises in `step` where there is none.
+        differentiable: must be False.
+
+    Raises:
+        ValueError, TypeError: naming the argument that is not allowed.
+
+    Example:
+        >>> optimizer = Eve8bit(model.parameters(), lr=3e-3)
+
+    Reference:
+        Povey et al., k2-fsa/icefall,
+        `egs/librispeech/ASR/pruned_transducer_stateless7/optim.py` (2022); unpublished
+        otherwise. It is not the Eve of Hayashi, Koushik, Neubig, arXiv:1611.01505.
+
+    Where it differs: icefall decays with lr = 0 too, and refuses a weight_decay above 0.1.
+    """
+
+    family = "Eve"
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float | Tensor = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.98),
+        eps: float = 1e-8,
+        weight_decay: float = 1e-3,
+        target_rms: float = 0.1,
+        *,
+        optim_bits: int = 32,
+        args: Any = None,
+        min_8bit_size: int = 4096,
+        percentile_clipping: int = 100,
+        max_unorm: float = 0.0,
+        maximize: bool = False,
+        foreach: bool | None = None,
+        capturable: bool = False,
+        differentiable: bool = False,
+        fused: bool | None = None,
+    ) -> None:
+        defaults = {
+            "lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay,
+            "target_rms": target_rms, "optim_bits": optim_bits, "min_8bit_size": min_8bit_size,
+            "percentile_clipping": percentile_clipping, "max_unorm": max_unorm,
+            "maximize": maximize, "foreach": foreach, "capturable": capturable,
+            "differentiable": differentiable, "fused": fused,
+        }  # fmt: skip
+        super().__init__(params, defaults, args)
+
+    def _validate(self, group: Mapping[str, Any]) -> None:
+        super()._validate(group)
+        _checks.betas(group["betas"])
+        _checks.number("eps", group["eps"], 0.0)
+        _checks.number("weight_decay", group["weight_decay"], 0.0, 1.0)
+        _checks.positive("target_rms", group["target_rms"], 10.0)
+
+    def _rule(self, group: Mapping[str, Any]) -> Rule:
+        return _rule(decay=group["weight_decay"] != 0, cap=group["max_unorm"] > 0)
+
+    def _hyper(self, group: Mapping[str, Any]) -> dict[str, float | Tensor]:
+        beta1, beta2 = group["betas"]
+        return {
+            "beta1": beta1,
+            "beta2": beta2,
+            "eps": group["eps"],
+            "weight_decay": group["weight_decay"],
+            "decoupled": 0.0,
+            "target_rms": group["target_rms"],
+        }
+
+
+Eve8bit = fixed_bits(Eve, 8)
+Eve32bit = fixed_bits(Eve, 32)

@@ -1,0 +1,116 @@
+"""`parameter_groups`: the usual parameter groups of a model."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from fnmatch import fnmatchcase
+from typing import Any
+
+from torch import nn
+
+from . import _checks
+
+NORMS = (nn.LayerNorm, nn.RMSNorm, nn.GroupNorm, nn.modules.batchnorm._NormBase)
+EMBEDDINGS = (nn.Embedding, nn.EmbeddingBag)
+
+
+def parameter_groups(
+    model: nn.Module,
+    weight_decay: float = 0.01,
+    *,
+    embedding_bits: int | None = 32,
+    decay_embeddings: bool = True,
+    no_decay: Iterable[str] = (),
+    named: bool = False,
+) -> list[dict[str, Any]]:
+    """Parameter groups of a model: weights with decay, the rest without, embeddings in 32 bits.
+
+    No decay for biases, for the parameters of normalization layers and for all parameters of fewer
+    than two dimensions. Embeddings get 32-bit state because tokens are so unevenly distributed that
+    their gradients vary the most of all (arXiv:2110.02861, on its stable embedding layer). A weight
+    that two modules share is listed once; one that is both an embedding and a head counts as an
+    embedding. Parameters that do not require gradients are left out.
+
+    Args:
+        model: the model. Its parameters stay in the order of `model.named_parameters()`.
+        weight_decay: of the groups with decay. Default 0.01.
+        embedding_bits: 32 (default) or 8, `optim_bits` of embeddings; None leaves it to the
+            optimizer.
+        decay_embeddings: whether embeddings have weight decay. Default True.
+        no_decay: names of further parameters without decay; `*` stands for any part of a name, as
+            in "*.position".
+        named: give the optimizer names with the parameters, which it then keeps in its
+            `state_dict()`. Default False.
+
+    Returns:
+        Up to four groups, without the empty ones: `params`, `weight_decay` and, for embeddings,
+        `optim_bits`.
+
+    Raises:
+        ValueError, TypeError: naming the argument that is not allowed, or the name in `no_decay`
+            that no parameter has.
+
+    Example:
+        >>> groups = parameter_groups(model, weight_decay=0.1)
+        >>> optimizer = AdamW8bit(groups, lr=1e-3)
+
+    Reference:
+        Dettmers, Lewis, Shleifer, Zettlemoyer, "8-bit Optimizers via Block-wise Quantization",
+        arXiv:2110.02861 (2021).
+    """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model must be a torch.nn.Module; got {type(model).__name__}")
+    _checks.number("weight_decay", weight_decay, 0.0)
+    _checks.one_of("embedding_bits", embedding_bits, (8, 32, None))
+    _checks.flag("decay_embeddings", decay_embeddings)
+    _checks.flag("named", named)
+    names = [name for name, p in model.named_parameters() if p.requires_grad]
+    excluded = _matching(names, no_decay)
+    owners = _owners(model)
+    groups: dict[tuple[bool, bool], list[Any]] = {}
+    for name, p in model.named_parameters():
+        if not p.requires_grad:
+            continue
+        embedding = any(isinstance(module, EMBEDDINGS) for module in owners[p])
+        norm = any(isinstance(module, NORMS) for module in owners[p])
+        weight = p.ndim >= 2 and not norm and not _is_bias(name)
+        decays = (decay_embeddings if embedding else weight) and name not in excluded
+        groups.setdefault((embedding, decays), []).append((name, p) if named else p)
+    bits = {} if embedding_bits is None else {"optim_bits": embedding_bits}
+    return [
+        {
+            "params": groups[embedding, decays],
+            "weight_decay": weight_decay if decays else 0.0,
+            **(bits if embedding else {}),
+        }
+        for embedding in (False, True)
+        for decays in (True, False)
+        if (embedding, decays) in groups
+    ]
+
+
+def _owners(model: nn.Module) -> dict[nn.Parameter, list[nn.Module]]:
+    """Every parameter's modules; there are several of a tied weight."""
+    owners: dict[nn.Parameter, list[nn.Module]] = {}
+    for module in model.modules():
+        for p in module.parameters(recurse=False):
+            owners.setdefault(p, []).append(module)
+    return owners
+
+
+def _is_bias(name: str) -> bool:
+    """Whether a name is a bias's, as `bias`, `bias_ih_l0` and `in_proj_bias` are."""
+    last = name.rpartition(".")[2]
+    return last.startswith("bias") or last.endswith("bias")
+
+
+def _matching(names: list[str], patterns: Iterable[str]) -> set[str]:
+    if isinstance(patterns, str):
+        raise TypeError(f"no_decay must be several names, as in [{patterns!r}]; got a string")
+    found: set[str] = set()
+    for pattern in patterns:
+        matches = {name for name in names if fnmatchcase(name, pattern)}
+        if not matches:
+            raise ValueError(f"no_decay names {pattern!r}, which is no parameter to be trained")
+        found |= matches
+    return found

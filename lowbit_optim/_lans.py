@@ -1,0 +1,147 @@
+"""LANS."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from functools import lru_cache
+from typing import Any
+
+from torch import Tensor
+
+from lowbit_optim_kernels.rules import Rule
+from lowbit_optim_kernels.rules_lans import lans_rule
+
+from . import _checks
+from ._optimizer import LowBitOptimizer
+from ._variants import fixed_bits
+
+_rule = lru_cache(maxsize=None)(lans_rule)
+
+
+class LANS(LowBitOptimizer):
+    r"""LAMB with Nesterov's momentum and normalized gradients, its moments in 32 or 8 bits.
+
+    With t the tensor's step and all norms L2 norms of one whole tensor:
+
+        g = g / ||g||                                 (a zero gradient stays zero)
+        g = clip(g, -clip_gradient, clip_gradient)    if given
+        m = beta1 m + (1 - beta1) g
+        v = beta2 v + (1 - beta2) g^2
+        D = sqrt(v / (1 - beta2^t)) + eps
+        u_m = m / (1 - beta1^t) / D + weight_decay p
+        u_g = g / D + weight_decay p
+        P = clamp(||p||, lower_bound, upper_bound)
+        u = beta1 (P / ||u_m||) u_m + (1 - beta1) (P / ||u_g||) u_g
+                                                      (a ratio is 1 if P or its norm is 0)
+        p = p - lr u
+
+    Args:
+        params: parameters, named parameters or parameter groups.
+        lr: learning rate, a number or a tensor of one element. Default 1e-3.
+        betas: decay rates of the first and second moment. Default (0.9, 0.999).
+        eps: added to the denominator, whose gradients have norm 1. Default 1e-6.
+        weight_decay: weight decay, inside the trust ratios. Default 0.
+        lower_bound: least value of ||p|| in the trust ratios; None, the default, for 0.
+        upper_bound: greatest value of ||p|| in the trust ratios; None, the default, for no bound.
+        clip_gradient: limit of each element's magnitude after the gradient has been normalized;
+            None, the default, for none.
+        optim_bits: 32 or 8, the width of the moments. Default 32.
+        args: object whose `optim_bits`, `min_8bit_size`, `percentile_clipping` and `max_unorm`
+            replace these arguments where present.
+        min_8bit_size: tensors with fewer elements keep 32-bit state. Default 4096.
+        percentile_clipping: records the gradient's norms and clips, as in the other optimizers; the
+            step is the same, because LANS normalizes the gradient afterwards. 100, the default, is
+            off.
+        max_unorm: cap ||u||, trust ratios included, at max_unorm ||p||; 0 is off, the default.
+        maximize: ascend instead of descend. Default False.
+        foreach, fused, capturable: as in torch.optim. All tensors of a group are always stepped
+            together and, on accelerators, captured safely; `fused=True` insists on a compiled
+            engine and raises in `step` where there is none.
+        differentiable: must be False.
+
+    Raises:
+        ValueError, TypeError: naming the argument that is not allowed.
+
+    Example:
+        >>> optimizer = LANS8bit(model.parameters(), lr=7e-3, weight_decay=0.01)
+
+    Reference:
+        Zheng, Lin, Zha, Li, "Accelerated Large Batch Optimization of BERT Pretraining in 54
+        minutes", arXiv:2006.13484 (2020), Alg. 2.
+
+    Where it differs: this is MXNet's fused kernel, whose u_g uses the old p; MXNet with
+    `use_fused_step=False` uses p after the first half of the update. MXNet reads a bound or a
+    `clip_gradient` of 0 as None; here a bound of 0 means 0, and a clip of 0 is refused.
+    """
+
+    family = "LANS"
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float | Tensor = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-6,
+        weight_decay: float = 0,
+        lower_bound: float | None = None,
+        upper_bound: float | None = None,
+        clip_gradient: float | None = None,
+        *,
+        optim_bits: int = 32,
+        args: Any = None,
+        min_8bit_size: int = 4096,
+        percentile_clipping: int = 100,
+        max_unorm: float = 0.0,
+        maximize: bool = False,
+        foreach: bool | None = None,
+        capturable: bool = False,
+        differentiable: bool = False,
+        fused: bool | None = None,
+    ) -> None:
+        defaults = {
+            "lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay,
+            "lower_bound": lower_bound, "upper_bound": upper_bound,
+            "clip_gradient": clip_gradient, "optim_bits": optim_bits,
+            "min_8bit_size": min_8bit_size, "percentile_clipping": percentile_clipping,
+            "max_unorm": max_unorm, "maximize": maximize, "foreach": foreach,
+            "capturable": capturable, "differentiable": differentiable, "fused": fused,
+        }  # fmt: skip
+        super().__init__(params, defaults, args)
+
+    def _validate(self, group: Mapping[str, Any]) -> None:
+        super()._validate(group)
+        _checks.betas(group["betas"])
+        _checks.number("eps", group["eps"], 0.0)
+        _checks.number("weight_decay", group["weight_decay"], 0.0)
+        low, high = group["lower_bound"], group["upper_bound"]
+        if low is not None:
+            _checks.number("lower_bound", low, 0.0)
+        if high is not None:
+            _checks.number("upper_bound", high, 0.0)
+        if low is not None and high is not None and low > high:
+            raise ValueError(
+                f"lower_bound must be <= upper_bound; got lower_bound={low!r}, upper_bound={high!r}"
+            )
+        if group["clip_gradient"] is not None:
+            _checks.positive("clip_gradient", group["clip_gradient"])
+
+    def _rule(self, group: Mapping[str, Any]) -> Rule:
+        return _rule(clip=group["clip_gradient"] is not None, cap=group["max_unorm"] > 0)
+
+    def _hyper(self, group: Mapping[str, Any]) -> dict[str, float | Tensor]:
+        beta1, beta2 = group["betas"]
+        high = group["upper_bound"]
+        return {
+            "beta1": beta1,
+            "beta2": beta2,
+            "eps": group["eps"],
+            "weight_decay": group["weight_decay"],
+            "lower_bound": group["lower_bound"] or 0.0,
+            "upper_bound": math.inf if high is None else high,
+            "clip_gradient": group["clip_gradient"] or 0.0,
+        }
+
+
+LANS8bit = fixed_bits(LANS, 8)
+LANS32bit = fixed_bits(LANS, 32)

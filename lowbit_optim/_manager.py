@@ -1,0 +1,266 @@
+"""`GlobalOptimManager`: settings of single parameters, whichever group they are in."""
+
+from __future__ import annotations
+
+import itertools
+import weakref
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from . import _checks
+
+NOT_SETTINGS = ("self", "params", "args", "kwargs", "block_wise", "is_paged")
+NOT_PER_PARAMETER = ("foreach", "fused", "capturable", "differentiable")
+COMMON = {
+    "lr": 0.0, "optim_bits": 32, "min_8bit_size": 4096, "percentile_clipping": 100,
+    "max_unorm": 0.0, "maximize": False, "capturable": False, "differentiable": False,
+    "foreach": None, "fused": None,
+}  # fmt: skip
+
+_settings: dict[str, None] = {}
+_counter = itertools.count(1)
+
+
+def know_settings(names: Iterable[str]) -> None:
+    """Add the constructor arguments of an optimizer to what may be overridden."""
+    _settings.update(dict.fromkeys(n for n in names if n not in NOT_SETTINGS + NOT_PER_PARAMETER))
+
+
+def settings() -> set[str]:
+    """The constructor arguments of all optimizers, but those that say how to run."""
+    return set(_settings)
+
+
+def _checked(config: Mapping[str, Any]) -> dict[str, Any]:
+    """A copy of an override that names only settings, each with a value that may be right."""
+    if not isinstance(config, Mapping):
+        raise TypeError(f"an override must be a dict of settings; got {config!r}")
+    for key in config:
+        if key not in _settings:
+            allowed = ", ".join(sorted(_settings))
+            raise ValueError(f"an override names the unknown setting {key!r}; there are: {allowed}")
+    _checks.common({**COMMON, **config})
+    return dict(config)
+
+
+class GlobalOptimManager:
+    """Overrides settings of single parameters, in every optimizer of this package; one per process.
+
+    It has the methods of bitsandbytes' class of this name. An override belongs to the parameter,
+    not to an optimizer or to a place in a group, and it can be made before or after the optimizer
+    is constructed. It is looked up at the parameter's first step, and again after a later override.
+    A setting that is overridden no longer follows its group: a scheduler does not move an
+    overridden `lr`. Of two overrides of one setting the later counts.
+
+    Parameters and modules are held weakly. An override lives as long as its parameter does, and is
+    not part of `state_dict()`: make it again before a checkpoint is loaded.
+
+    Raises:
+        RuntimeError: when constructed; there is one, from `get_instance`.
+
+    Example:
+        >>> manager = GlobalOptimManager.get_instance()
+        >>> manager.register_module_override(model.embedding, "weight", {"optim_bits": 32})
+        >>> optimizer = AdamW8bit(model.parameters(), lr=1e-3)
+
+    Where it differs: bitsandbytes ignores unknown keys, applies `override_config` only if
+    `register_parameters` is called after it, and then to whatever parameter has the same position
+    in any optimizer; it identifies parameters by `id`, which Python gives again to later objects.
+    """
+
+    _instance: GlobalOptimManager | None = None
+    _version: int
+    _parameters: WeakTensorKeyDictionary
+    _modules: list[tuple[int, weakref.ref[torch.nn.Module], str, dict[str, Any]]]
+
+    def __init__(self) -> None:
+        raise RuntimeError("GlobalOptimManager is one per process: use get_instance()")
+
+    @classmethod
+    def get_instance(cls) -> GlobalOptimManager:
+        """The process's manager."""
+        if cls._instance is None:
+            made = cls.__new__(cls)
+            made.initialize()
+            cls._instance = made
+        return cls._instance
+
+    def initialize(self) -> None:
+        """Forget every override."""
+        self._version = next(_counter)
+        self._parameters = WeakTensorKeyDictionary()
+        self._modules = []
+
+    def register_parameters(self, params: Iterable[Any]) -> None:
+        """Check that `params` are what an optimizer takes; nothing has to be registered here.
+
+        bitsandbytes wants this call so that overrides find their parameters again. Here they stay
+        with the parameter, through `module.to(device)` too.
+
+        Args:
+            params: parameters, named parameters or parameter groups.
+
+        Raises:
+            TypeError: for anything else.
+        """
+        for item in [params] if isinstance(params, Tensor) else params:
+            members = item["params"] if isinstance(item, dict) else [item]
+            for member in [members] if isinstance(members, Tensor) else members:
+                _require_tensor(member[1] if isinstance(member, tuple) else member, "params")
+
+    def override_config(
+        self,
+        parameters: Tensor | Iterable[Tensor],
+        key: str | None = None,
+        value: Any = None,
+        key_value_dict: Mapping[str, Any] | None = None,
+    ) -> None:
+        """Override settings of parameters.
+
+        Args:
+            parameters: one parameter or several.
+            key: a setting, e.g. "optim_bits", "lr" or "betas".
+            value: what `key` is for these parameters.
+            key_value_dict: several settings with their values, in place of `key` and `value`.
+
+        Raises:
+            ValueError: for a key that no optimizer has, a value that is not allowed, or when both
+                or neither of `key` and `key_value_dict` are given. A setting that a certain
+                optimizer does not have, or does not allow, raises at its first step.
+            TypeError: if `parameters` are not tensors. Nothing has been overridden then.
+
+        Example:
+            >>> manager = GlobalOptimManager.get_instance()
+            >>> manager.override_config(model.head.weight, "optim_bits", 32)
+        """
+        if (key is None) == (key_value_dict is None):
+            raise ValueError("override_config takes either key and value, or key_value_dict")
+        config = _checked({str(key): value} if key_value_dict is None else key_value_dict)
+        members = [parameters] if isinstance(parameters, Tensor) else list(parameters)
+        for p in members:
+            _require_tensor(p, "parameters")
+        self._version = next(_counter)
+        for p in members:
+            self._parameters.setdefault(p, []).append((self._version, config))
+
+    def register_module_override(
+        self, module: torch.nn.Module, param_name: str, config: Mapping[str, Any]
+    ) -> None:
+        """Override settings of a module's parameter, found by its name when it is first stepped.
+
+        Other than `override_config` this also holds when the module gets another parameter of that
+        name before training starts, as `torch.distributed.fsdp.fully_shard` does.
+
+        Args:
+            module: a module that has the parameter.
+            param_name: its name in the module, e.g. "weight"; of a submodule's, with dots.
+            config: settings with their values.
+
+        Raises:
+            ValueError: if the module has no such parameter, for a key that no optimizer has, or for
+                a value that is not allowed. Nothing has been overridden then.
+        """
+        if _parameter_of(module, param_name) is None:
+            has = ", ".join(name for name, _ in module.named_parameters()) or "none"
+            raise ValueError(
+                f"{type(module).__name__} has no parameter {param_name!r}; its parameters: {has}"
+            )
+        entry = (weakref.ref(module), param_name, _checked(config))
+        self._version = next(_counter)
+        self._modules.append((self._version, *entry))
+
+    def _finder(self) -> Callable[[Tensor], dict[str, Any]]:
+        """A function that gives a parameter's overrides, for the modules as they are now."""
+        self._modules = [entry for entry in self._modules if entry[1]() is not None]
+        of_modules: dict[Tensor, list[tuple[int, dict[str, Any]]]] = {}
+        for version, module, name, config in self._modules:
+            p = _parameter_of(module(), name)
+            if p is not None:
+                of_modules.setdefault(p, []).append((version, config))
+
+        def find(p: Tensor) -> dict[str, Any]:
+            found = [*of_modules.get(p, ()), *self._parameters.get(p, ())]
+            merged: dict[str, Any] = {}
+            for _, config in sorted(found, key=lambda pair: pair[0]):
+                merged.update(config)
+            return merged
+
+        return find
+
+
+def _require_tensor(value: Any, name: str) -> None:
+    if not isinstance(value, Tensor):
+        raise TypeError(f"{name} must be tensors; got {type(value).__name__}")
+
+
+def _parameter_of(module: torch.nn.Module | None, name: str) -> Tensor | None:
+    try:
+        return None if module is None else module.get_parameter(name)
+    except AttributeError:  # torch's way to say that there is none
+        return None
+
+
+class Overrides:
+    """What the manager overrides of one optimizer's parameters; each is looked up once."""
+
+    def __init__(self) -> None:
+        self._version = 0
+        self._known: dict[Tensor, tuple[str, dict[str, Any]]] = {}
+
+    def parts(
+        self, group: Mapping[str, Any], validate: Callable[[Mapping[str, Any]], None]
+    ) -> list[tuple[str, Mapping[str, Any]]]:
+        """A group, cut up by what is overridden of its parameters.
+
+        Args:
+            group: a parameter group.
+            validate: raises for settings that the optimizer does not allow.
+
+        Returns:
+            Pairs of a key that is the same in every step, and a parameter group. Without overrides
+            that is the group itself.
+        """
+        manager = GlobalOptimManager._instance
+        if manager is None or not (manager._modules or manager._parameters):
+            return [("", group)]
+        self._look_up(manager, group, validate)
+        members: dict[str, list[Tensor]] = {}
+        configs: dict[str, dict[str, Any]] = {}
+        for p in group["params"]:
+            key, config = self._known[p]
+            members.setdefault(key, []).append(p)
+            configs[key] = config
+        if not any(configs.values()):
+            return [("", group)]
+        return [(key, {**group, **configs[key], "params": members[key]}) for key in members]
+
+    def _look_up(
+        self,
+        manager: GlobalOptimManager,
+        group: Mapping[str, Any],
+        validate: Callable[[Mapping[str, Any]], None],
+    ) -> None:
+        if self._version != manager._version:
+            self._version, self._known = manager._version, {}
+        missing = [p for p in group["params"] if p not in self._known]
+        if not missing:
+            return
+        find = manager._finder()
+        found = {p: find(p) for p in missing}
+        for config in found.values():
+            for key in config:
+                if key not in group:
+                    raise ValueError(
+                        f"GlobalOptimManager overrides {key!r}, a setting that this optimizer "
+                        f"does not have; it has {', '.join(k for k in group if k in _settings)}"
+                    )
+            if config:
+                validate({**group, **config})
+        self._known.update(
+            (p, (repr(sorted(config.items())) if config else "", config))
+            for p, config in found.items()
+        )

@@ -1,0 +1,122 @@
+"""RMSprop."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import lru_cache
+from typing import Any
+
+from torch import Tensor
+
+from lowbit_optim_kernels.rules import Rule
+from lowbit_optim_kernels.rules_rmsprop import rmsprop_rule
+
+from . import _checks
+from ._optimizer import LowBitOptimizer
+from ._variants import fixed_bits
+
+_rule = lru_cache(maxsize=None)(rmsprop_rule)
+
+
+class RMSprop(LowBitOptimizer):
+    r"""RMSprop, its state in 32 or 8 bits.
+
+    With d the gradient plus weight_decay p:
+
+        v = alpha v + (1 - alpha) d^2
+        a = alpha a + (1 - alpha) d                   centered only
+        u = d / (sqrt(v) + eps)                       centered: d / (sqrt(v - a^2) + eps)
+        b = momentum b + u                            momentum > 0 only, used for u below
+        p = p - lr u
+
+    Args:
+        params: parameters, named parameters or parameter groups.
+        lr: learning rate, a number or a tensor of one element. Default 1e-2.
+        alpha: decay rate of the squares and, if centered, of the mean. Default 0.99.
+        eps: added to the denominator. Default 1e-8.
+        weight_decay: coupled (L2) weight decay. Default 0.
+        momentum: decay of the momentum buffer. Default 0, which keeps none.
+        centered: divide by the root of the variance instead of the mean square, a further state.
+            Default False.
+        optim_bits: 32 or 8, the width of the state. Default 32.
+        args: object whose `optim_bits`, `min_8bit_size`, `percentile_clipping` and `max_unorm`
+            replace these arguments where present.
+        min_8bit_size: tensors with fewer elements keep 32-bit state. Default 4096.
+        percentile_clipping: clip the gradient's norm to this percentile (0..100) of the last 100
+            steps' norms; 100 is off, the default.
+        block_wise: must be True (bitsandbytes compatibility).
+        max_unorm: cap ||u|| at max_unorm ||p||; 0 is off, the default.
+        maximize: ascend instead of descend. Default False.
+        foreach, fused, capturable: as in torch.optim. All tensors of a group are always stepped
+            together and, on accelerators, captured safely; `fused=True` insists on a compiled
+            engine and raises in `step` where there is none.
+        differentiable: must be False.
+
+    Raises:
+        ValueError, TypeError: naming the argument that is not allowed.
+
+    Example:
+        >>> optimizer = RMSprop8bit(model.parameters(), lr=1e-3, momentum=0.9)
+
+    Reference:
+        Tieleman, Hinton, "Lecture 6.5: RMSprop", Coursera, Neural Networks for Machine Learning
+        (2012); centered: Graves, "Generating Sequences With Recurrent Neural Networks",
+        arXiv:1308.0850 (2013).
+
+    Where it differs: 32-bit state and results are torch.optim.RMSprop's; the variance is computed
+    as alpha (v - a^2 + (1 - alpha) (d - a)^2) from the old v and a, which is equal and does not
+    cancel, so that 8-bit state cannot make it zero. bitsandbytes ignores `momentum` and refuses
+    `centered`; here both work. TensorFlow has eps inside the root.
+    """
+
+    family = "RMSprop"
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float | Tensor = 1e-2,
+        alpha: float = 0.99,
+        eps: float = 1e-8,
+        weight_decay: float = 0,
+        momentum: float = 0,
+        centered: bool = False,
+        optim_bits: int = 32,
+        args: Any = None,
+        min_8bit_size: int = 4096,
+        percentile_clipping: int = 100,
+        block_wise: bool = True,
+        *,
+        max_unorm: float = 0.0,
+        maximize: bool = False,
+        foreach: bool | None = None,
+        capturable: bool = False,
+        differentiable: bool = False,
+        fused: bool | None = None,
+    ) -> None:
+        _checks.bitsandbytes_switches(block_wise)
+        defaults = {
+            "lr": lr, "alpha": alpha, "eps": eps, "weight_decay": weight_decay,
+            "momentum": momentum, "centered": centered, "optim_bits": optim_bits,
+            "min_8bit_size": min_8bit_size, "percentile_clipping": percentile_clipping,
+            "max_unorm": max_unorm, "maximize": maximize, "foreach": foreach,
+            "capturable": capturable, "differentiable": differentiable, "fused": fused,
+        }  # fmt: skip
+        super().__init__(params, defaults, args)
+
+    def _validate(self, group: Mapping[str, Any]) -> None:
+        super()._validate(group)
+        _checks.number("alpha", group["alpha"], 0.0, 1.0, open_high=True)
+        _checks.number("eps", group["eps"], 0.0)
+        _checks.number("weight_decay", group["weight_decay"], 0.0)
+        _checks.number("momentum", group["momentum"], 0.0)
+        _checks.flag("centered", group["centered"])
+
+    def _rule(self, group: Mapping[str, Any]) -> Rule:
+        return _rule(group["centered"], group["momentum"] != 0, group["max_unorm"] > 0)
+
+    def _hyper(self, group: Mapping[str, Any]) -> dict[str, float | Tensor]:
+        return {name: group[name] for name in ("alpha", "eps", "weight_decay", "momentum")}
+
+
+RMSprop8bit = fixed_bits(RMSprop, 8)
+RMSprop32bit = fixed_bits(RMSprop, 32)

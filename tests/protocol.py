@@ -1,0 +1,101 @@
+"""What the tests of the optimizer protocol share: the classes, small parameters, snapshots.
+
+`CLASSES` has one case of every class in `cases.ALL_CASES`, so a new optimizer is tested with its
+case row. 8-bit cases take `min_8bit_size=1`: small tensors, and codes all the same.
+"""
+
+import copy
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import cases
+
+ROOT = Path(__file__).resolve().parent.parent
+ONE_PER_CLASS = cases.one_per_class()
+CLASSES = pytest.mark.parametrize("case", ONE_PER_CLASS, ids=lambda case: case.name)
+BITS = pytest.mark.parametrize("bits", [8, 32])
+SHAPES = ((12, 70), (300,))
+
+
+def parameters(dtype=torch.float32, shapes=SHAPES, seed=0):
+    """Parameters with random values that bfloat16 and float16 hold exactly."""
+    generator = torch.Generator().manual_seed(seed)
+    values = [torch.randn(shape, generator=generator, dtype=torch.float32) for shape in shapes]
+    return [torch.nn.Parameter(value.bfloat16().half().to(dtype)) for value in values]
+
+
+def build(case, bits, params, **options):
+    """The optimizer of a case, its state in 8 bits whatever the size."""
+    return case.build(params, bits, min_8bit_size=1, **options)
+
+
+def all_parameters(optimizer):
+    return [p for group in optimizer.param_groups for p in group["params"]]
+
+
+def give_gradients(params, seed):
+    generator = torch.Generator().manual_seed(1000 + seed)
+    for p in params:
+        p.grad = torch.randn(p.shape, generator=generator, dtype=torch.float32).to(p)
+
+
+def train(optimizer, steps, first=0):
+    """Steps with random gradients, the same for the same step number."""
+    for t in range(first, first + steps):
+        give_gradients(all_parameters(optimizer), t)
+        optimizer.step()
+    return optimizer
+
+
+def snapshot(optimizer):
+    """Copies of everything a step or a load may change."""
+    params = all_parameters(optimizer)
+    groups = [{k: v for k, v in g.items() if k != "params"} for g in optimizer.param_groups]
+    state = {i: dict(optimizer.state[p]) for i, p in enumerate(params) if p in optimizer.state}
+    values = [p.detach() for p in params]
+    return copy.deepcopy({"params": values, "groups": groups, "state": state})
+
+
+def identical(a, b):
+    """Whether two trees of tensors and values are the same bit for bit, dtypes and NaN included."""
+    if isinstance(a, torch.Tensor):
+        if not isinstance(b, torch.Tensor) or a.dtype != b.dtype or a.shape != b.shape:
+            return False
+        return bool(torch.equal(a.nan_to_num(), b.nan_to_num()) and torch.equal(a != a, b != b))
+    if isinstance(a, dict):
+        return a.keys() == b.keys() and all(identical(a[key], b[key]) for key in a)
+    if isinstance(a, (list, tuple)):
+        return len(a) == len(b) and all(map(identical, a, b))
+    return type(a) is type(b) and a == b
+
+
+def tensors_of(tree):
+    """Every tensor in a tree of dicts and lists."""
+    if isinstance(tree, torch.Tensor):
+        return [tree]
+    if isinstance(tree, dict):
+        tree = tree.values()
+    elif not isinstance(tree, (list, tuple)):
+        return []
+    return [tensor for item in tree for tensor in tensors_of(item)]
+
+
+def python(script, timeout=120, **environment):
+    """Run a script in a fresh interpreter that finds the package; what it prints."""
+    path = os.pathsep.join(map(str, (ROOT, ROOT / "kernels", ROOT / "tests")))
+    env = {**os.environ, "PYTHONPATH": path, **environment}
+    done = subprocess.run(
+        [sys.executable, "-W", "error", "-c", script],
+        env={key: value for key, value in env.items() if value is not None},
+        capture_output=True,
+        text=True,
+        timeout=timeout,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    return done.stdout.strip()

@@ -1,0 +1,189 @@
+"""Threads and forks. What could abort or hang the process runs in one of its own."""
+
+import os
+
+import pytest
+
+from protocol import python
+
+# Optimizers of different classes and bits with tensors large enough for the pool of threads.
+SETUP = """
+import os, sys, threading, time
+import torch, lowbit_optim
+
+def make(seed, cls):
+    generator = torch.Generator().manual_seed(seed)
+    shapes = [(300, 400), (70_000,), (33,)]
+    params = [torch.nn.Parameter(torch.randn(s, generator=generator)) for s in shapes]
+    for p in params:
+        p.grad = torch.randn(p.shape, generator=generator)
+    return cls(params, lr=0.01)
+
+def steps(optimizer, count):
+    # as bytes: torch's own operators may hang in a forked child
+    for _ in range(count):
+        optimizer.step()
+    return [p.detach().numpy().tobytes() for p in optimizer.param_groups[0]["params"]]
+
+CLASSES = [lowbit_optim.AdamW8bit, lowbit_optim.LARS8bit]
+"""
+
+
+def run(script, **environment):
+    """In a process that may use several threads, with a bound on its time."""
+    return python(SETUP + script, timeout=240, NUMBA_NUM_THREADS=None, **environment)
+
+
+def test_threads_step_their_own_optimizers_at_once():
+    """Numba's default threading layer would abort the process here."""
+    script = """
+torch.set_num_threads(2)
+work = [(seed, cls) for seed in range(2) for cls in CLASSES]
+want = [steps(make(*which), 150) for which in work]
+got = [None] * len(work)
+barrier = threading.Barrier(len(work))
+
+def run(k):
+    optimizer = make(*work[k])
+    barrier.wait()
+    got[k] = steps(optimizer, 150)
+
+threads = [threading.Thread(target=run, args=(k,)) for k in range(len(work))]
+[t.start() for t in threads]
+[t.join() for t in threads]
+assert got == want
+print("same")
+"""
+    assert run(script) == "same"
+
+
+def test_threads_take_their_first_step_at_once(tmp_path):
+    """Both compile, or find what the other has compiled, in an empty cache folder."""
+    script = """
+got = {}
+barrier = threading.Barrier(2)
+
+def run(k):
+    optimizer = make(0, lowbit_optim.SGD8bit)
+    barrier.wait()
+    got[k] = steps(optimizer, 2)
+
+threads = [threading.Thread(target=run, args=(k,)) for k in range(2)]
+[t.start() for t in threads]
+[t.join() for t in threads]
+assert got[0] == got[1]
+print("same")
+"""
+    assert run(script, LOWBIT_OPTIM_CACHE_DIR=str(tmp_path)) == "same"
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+@pytest.mark.parametrize("name", ["numba", "torch"])
+def test_a_forked_child_steps_after_its_parent(name):
+    """The child's pool of threads is its own; the parent goes on afterwards.
+
+    In a forked child torch's own operators hang on large tensors where it uses GNU's OpenMP.
+    """
+    script = f"""
+import warnings
+warnings.simplefilter("ignore")  # Python warns of threads when a process forks
+lowbit_optim.use_engine({name!r})
+torch.set_num_threads(2 if {name!r} == "numba" else 1)
+optimizer, twin = make(0, CLASSES[0]), make(0, CLASSES[0])
+steps(optimizer, 3)
+want = steps(twin, 6)
+child = os.fork()
+if child == 0:
+    code = 1
+    try:
+        code = 0 if steps(optimizer, 3) == want else 2
+    finally:
+        os._exit(code)
+_, status = os.waitpid(child, 0)
+assert status == 0, status
+assert steps(optimizer, 3) == want
+print("same")
+"""
+    assert run(script) == "same"
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+def test_forks_while_another_thread_steps():
+    """A lock that the other thread holds at the fork must not stay locked in the child."""
+    script = """
+import warnings
+warnings.simplefilter("ignore")
+torch.set_num_threads(2)
+optimizer = make(2, CLASSES[0])
+steps(optimizer, 1)
+stop = threading.Event()
+
+def busy():
+    another = make(0, CLASSES[0])
+    while not stop.is_set():
+        another.step()
+
+thread = threading.Thread(target=busy)
+thread.start()
+for _ in range(10):
+    child = os.fork()
+    if child == 0:
+        code = 1
+        try:
+            steps(optimizer, 2)
+            code = 0
+        finally:
+            os._exit(code)
+    deadline = time.monotonic() + 60
+    while True:
+        done, status = os.waitpid(child, os.WNOHANG)
+        if done:
+            break
+        if time.monotonic() > deadline:
+            os.kill(child, 9)
+            stop.set()
+            sys.exit("a child hangs")
+        time.sleep(0.01)
+    assert status == 0, status
+stop.set()
+thread.join()
+print("done")
+"""
+    assert run(script) == "done"
+
+
+@pytest.mark.xfail(reason="engine_numba's pool submits to an executor that has been shut down")
+def test_steps_while_the_interpreter_shuts_down():
+    """In a thread that outlives the main thread, and in an exit handler.
+
+    Python's own thread pools are shut down before either.
+    """
+    script = """
+import atexit
+torch.set_num_threads(2)
+optimizer, other = make(0, CLASSES[0]), make(0, CLASSES[0])
+want = steps(make(0, CLASSES[0]), 3)
+steps(optimizer, 1)
+steps(other, 1)
+main = threading.main_thread()
+
+def train():
+    main.join()
+    print(steps(optimizer, 2) == want, flush=True)
+
+atexit.register(lambda: print(steps(other, 2) == want, flush=True))
+threading.Thread(target=train).start()
+"""
+    assert run(script).split() == ["True", "True"]
+
+
+def test_optimizers_leave_no_threads_behind():
+    """One small pool for the process, however many optimizers there are."""
+    script = """
+torch.set_num_threads(4)
+for seed in range(4):
+    for cls in CLASSES:
+        steps(make(seed, cls), 1)
+print(threading.active_count())
+"""
+    assert int(run(script)) <= 4

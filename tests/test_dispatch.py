@@ -1,0 +1,298 @@
+"""Which engine runs what: the default, requests, refusals, fallbacks; the folder of its code."""
+
+import concurrent.futures
+from pathlib import Path
+
+import pytest
+import torch
+
+import lowbit_optim
+from lowbit_optim import EngineChoice, engine_for, use_engine
+from lowbit_optim_kernels import dispatch
+from protocol import identical, parameters, python, snapshot, train
+
+HALF_TO_SINGLE = (torch.float32, torch.bfloat16, torch.float16)
+
+# A step of a parameter of 5000 elements, for scripts that run in a process of their own.
+STEP = """
+import torch, lowbit_optim
+p = torch.nn.Parameter(torch.ones(5000))
+p.grad = torch.ones(5000)
+optimizer = lowbit_optim.AdamW8bit([p], lr=0.1)
+"""
+
+
+@pytest.fixture(autouse=True)
+def automatic(monkeypatch):
+    """Whatever the environment asks for, these tests ask themselves."""
+    monkeypatch.delenv(dispatch.VARIABLE, raising=False)
+    with use_engine("auto"):
+        yield
+
+
+def test_the_default_by_device_and_dtype():
+    for dtype in HALF_TO_SINGLE:
+        choice = engine_for(torch.zeros(3, dtype=dtype))
+        assert isinstance(choice, EngineChoice)
+        assert choice.name == "numba"
+        assert str(dtype) in choice.reason
+    wide = engine_for(torch.zeros(3, dtype=torch.float64))
+    assert wide.name == "torch"
+    assert "does not take torch.float64" in wide.reason
+    elsewhere = engine_for(torch.zeros(3, device="meta"))
+    assert elsewhere == EngineChoice("torch", "the default for torch.float32 on meta")
+
+
+@pytest.mark.parametrize("name", ["torch", "numba"])
+def test_use_engine_as_a_context(name):
+    p = torch.zeros(3)
+    with use_engine(name):
+        assert engine_for(p).name == name
+        assert "use_engine asks for it" in engine_for(p).reason
+        with use_engine("torch"):
+            assert engine_for(p).name == "torch"
+        assert engine_for(p).name == name
+    assert engine_for(p).name == "numba"
+
+
+def test_use_engine_as_a_call_lasts():
+    before = use_engine("torch")
+    try:
+        assert engine_for(torch.zeros(3)).name == "torch"
+        use_engine("auto")
+        assert engine_for(torch.zeros(3)).name == "numba"
+    finally:
+        before.__exit__(None, None, None)
+
+
+def test_use_engine_restores_after_an_exception():
+    def fail():
+        with use_engine("torch"):
+            raise KeyError
+
+    with pytest.raises(KeyError):
+        fail()
+    assert engine_for(torch.zeros(3)).name == "numba"
+
+
+def test_the_environment_variable(monkeypatch):
+    monkeypatch.setattr(use_engine, "_asked", None)
+    monkeypatch.setenv(dispatch.VARIABLE, "torch")
+    choice = engine_for(torch.zeros(3))
+    assert choice == EngineChoice("torch", "LOWBIT_OPTIM_ENGINE asks for it")
+    with use_engine("auto"):
+        assert engine_for(torch.zeros(3)).name == "numba"
+    monkeypatch.setenv(dispatch.VARIABLE, "cuda")
+    with pytest.raises(ValueError, match="LOWBIT_OPTIM_ENGINE must be one of auto, triton, numba"):
+        engine_for(torch.zeros(3))
+
+
+@pytest.mark.parametrize("name", ["cuda", "", None, 3])
+def test_an_unknown_name_is_refused_and_changes_nothing(name):
+    with pytest.raises(ValueError, match="name must be one of auto, triton, numba, torch"):
+        use_engine(name)
+    assert engine_for(torch.zeros(3)).name == "numba"
+
+
+def test_numba_cannot_run_float64():
+    (p,) = parameters(torch.float64, [(5000,)])
+    optimizer = lowbit_optim.AdamW8bit([*parameters(), p])
+    with use_engine("numba"):
+        for call in (lambda: engine_for(p), lambda: train(optimizer, 1)):
+            with pytest.raises(RuntimeError, match=r"'numba', but .* does not take torch\.float64"):
+                call()
+    assert not optimizer.state
+    train(optimizer, 1)
+
+
+def test_triton_without_gpu_or_interpreter():
+    script = f"""{STEP}
+before = p.detach().clone()
+lowbit_optim.use_engine("triton")
+try:
+    optimizer.step()
+except RuntimeError as error:
+    print(error)
+assert torch.equal(p, before) and not optimizer.state
+"""
+    message = python(script, TRITON_INTERPRET="0")
+    assert "use_engine asks for the engine 'triton', but triton compiles for CUDA" in message
+
+
+def test_a_missing_numba_warns_once_and_falls_back():
+    script = f"""
+import sys, warnings
+sys.modules["numba"] = None
+{STEP}
+p.grad_dtype = None
+with warnings.catch_warnings(record=True) as caught:
+    warnings.simplefilter("always")
+    for dtype in (torch.float32, torch.bfloat16, torch.float16):
+        q = torch.nn.Parameter(torch.ones(5000, dtype=dtype))
+        q.grad = torch.ones_like(q)
+        lowbit_optim.SGD8bit([q], lr=0.1, momentum=0.9).step()
+        optimizer.step()
+assert lowbit_optim.engine_for(p).name == "torch"
+assert len(caught) == 1 and caught[0].category is RuntimeWarning, caught
+print(caught[0].message)
+lowbit_optim.use_engine("numba")
+try:
+    optimizer.step()
+except RuntimeError as error:
+    print(error)
+"""
+    warning, refusal = python(script).splitlines()
+    assert "slower torch engine: numba is not installed" in warning
+    assert "use_engine asks for the engine 'numba', but numba is not installed" in refusal
+
+
+@pytest.mark.parametrize("method", ["begin", "finish"])
+def test_an_exception_inside_an_engine_propagates(monkeypatch, method):
+    """It is never turned into a run on another engine."""
+    engine = dispatch.load_engine("numba")
+
+    def fail(self):
+        raise ZeroDivisionError("inside the engine")
+
+    monkeypatch.setattr(engine.NumbaRun, method, fail)
+    with pytest.raises(ZeroDivisionError, match="inside the engine"):
+        train(lowbit_optim.AdamW8bit(parameters()), 1)
+
+
+def test_an_engine_that_does_not_import_propagates(monkeypatch):
+    def fail(name):
+        raise ImportError("a broken installation of numba")
+
+    monkeypatch.setattr(dispatch, "load_engine", fail)
+    with pytest.raises(ImportError, match="broken installation"):
+        train(lowbit_optim.AdamW8bit(parameters()), 1)
+
+
+def test_the_engine_may_change_between_steps():
+    """State belongs to the format, not to the engine."""
+    optimizer = lowbit_optim.AdamW8bit(parameters(), lr=0.1, min_8bit_size=1)
+    other = lowbit_optim.AdamW8bit(parameters(), lr=0.1, min_8bit_size=1)
+    for t, name in enumerate(("torch", "numba", "torch", "numba")):
+        with use_engine(name):
+            train(optimizer, 1, first=t)
+    train(other, 4)
+    for p, q in zip(*(o.param_groups[0]["params"] for o in (optimizer, other)), strict=True):
+        torch.testing.assert_close(p, q, rtol=1e-3, atol=1e-3)
+
+
+def test_the_number_of_threads_changes_no_bit():
+    shapes = [(300, 400), (70_000,), (5,)]  # large enough to be shared out
+    results = []
+    before = torch.get_num_threads()
+    try:
+        for threads in (1, 2, 5):
+            torch.set_num_threads(threads)
+            optimizer = lowbit_optim.LARS8bit(
+                parameters(shapes=shapes), lr=0.1, momentum=0.9, trust_coefficient=0.02
+            )
+            results.append(snapshot(train(optimizer, 2)))
+    finally:
+        torch.set_num_threads(before)
+    assert identical(results[0], results[1])
+    assert identical(results[0], results[2])
+
+
+# The folder of generated and compiled code.
+
+
+def files_of(folder):
+    """Every file below a folder with the time of its last change."""
+    return {
+        str(path.relative_to(folder)): path.stat().st_mtime_ns
+        for path in Path(folder).rglob("*")
+        if path.is_file()
+    }
+
+
+FIRST_STEP = f"""{STEP}
+import sys, time
+start = time.process_time()
+optimizer.step()
+seconds = time.process_time() - start
+generated = [m for name, m in sys.modules.items() if name.startswith("lowbit_optim_generated")]
+stats = [v.stats for m in generated for v in vars(m).values() if hasattr(v, "stats")]
+hits, misses = sum(len(s.cache_hits) for s in stats), sum(len(s.cache_misses) for s in stats)
+print(len(generated), hits, misses, seconds)
+"""
+
+
+def first_step(folder):
+    """Generated modules, functions found and functions compiled, CPU seconds of a first step."""
+    modules, hits, misses, seconds = python(FIRST_STEP, LOWBIT_OPTIM_CACHE_DIR=str(folder)).split()
+    return int(modules), int(hits), int(misses), float(seconds)
+
+
+@pytest.fixture(scope="module")
+def filled_at_once(tmp_path_factory):
+    """A cache folder that two processes have filled at the same time, and what they counted."""
+    folder = tmp_path_factory.mktemp("cache") / "made" / "on_demand"
+    with concurrent.futures.ThreadPoolExecutor(2) as pool:
+        return folder, list(pool.map(first_step, [folder, folder]))
+
+
+def test_two_processes_may_fill_a_folder_at_once(filled_at_once):
+    """Both write the same file names; neither sees the other's half-written file."""
+    folder, counted = filled_at_once
+    assert len({modules for modules, *_ in counted}) == 1
+    assert max(misses for _, _, misses, _ in counted) > 0
+    assert any(name.endswith(".nbc") for name in files_of(folder))
+    assert not list(folder.glob("*.tmp"))
+
+
+def test_a_later_process_compiles_nothing(filled_at_once):
+    folder, _ = filled_at_once
+    before = files_of(folder)
+    modules, hits, misses, seconds = first_step(folder)
+    assert modules >= 2
+    assert hits > 0
+    assert misses == 0
+    assert files_of(folder) == before
+    assert seconds < 2  # half of one, most of it for importing Numba; compiling takes about ten
+
+
+def test_the_default_folder(tmp_path):
+    script = "from lowbit_optim_kernels import lower; print(lower.cache_folder())"
+    none = {"LOWBIT_OPTIM_CACHE_DIR": None}
+    found = python(script, **none, XDG_CACHE_HOME=str(tmp_path / "cache"))
+    assert Path(found) == tmp_path / "cache" / "lowbit_optim"
+    found = python(script, **none, XDG_CACHE_HOME=None, HOME=str(tmp_path))
+    assert Path(found) == tmp_path / ".cache" / "lowbit_optim"
+
+
+def test_a_home_that_cannot_be_written(tmp_path):
+    """Then a private folder of the system's temporary directory, and steps run from there."""
+    (tmp_path / "file").write_text("")
+    temporary = tmp_path / "tmp"
+    temporary.mkdir()
+    script = "from lowbit_optim_kernels import lower; print(lower.cache_folder())"
+    settings = {
+        "LOWBIT_OPTIM_CACHE_DIR": None,
+        "XDG_CACHE_HOME": str(tmp_path / "file" / "below"),
+        "HOME": str(tmp_path / "file"),
+        "TMPDIR": str(temporary),
+    }
+    folder = Path(python(script, **settings))
+    assert folder.parent == temporary
+    assert folder.stat().st_mode & 0o077 == 0
+    folder.chmod(0o777)
+    refused = "import contextlib\nwith contextlib.suppress(RuntimeError):\n    "
+    refused += "from lowbit_optim_kernels import lower; lower.cache_folder(); print('used')"
+    assert python(refused, **settings) == ""
+
+
+def test_a_folder_that_was_asked_for_and_cannot_be_made(tmp_path):
+    (tmp_path / "file").write_text("")
+    script = STEP + "try:\n    optimizer.step()\nexcept OSError as error:\n    print(error)"
+    message = python(script, LOWBIT_OPTIM_CACHE_DIR=str(tmp_path / "file" / "below"))
+    assert "file" in message
+
+
+def test_nothing_is_generated_before_the_first_step(tmp_path):
+    folder = tmp_path / "cache"
+    python(STEP, LOWBIT_OPTIM_CACHE_DIR=str(folder))
+    assert not folder.exists()

@@ -1,0 +1,232 @@
+"""The Triton engine by its interpreter: values beside the torch engine's, the codec, the plan.
+
+On a machine with a GPU the same tests run compiled.
+"""
+
+import numpy as np
+import pytest
+import torch
+
+import cases
+import lowbit_optim
+import reference_codec
+
+pytest.importorskip("triton", reason="the Triton engine needs the triton package")
+
+from lowbit_optim_kernels import engine_triton, triton_plan, triton_source, triton_tables
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+# One element, both sides of a block, ragged rows unaligned and aligned, whole tiles with a tail.
+SHAPES = [(1,), (255,), (256,), (257,), (64, 147), (3, 512), (5, 96), (0,), (), (2048 + 272,)]
+FEW = [(257,), (5, 96), (0,), (3,), (2048 + 256,)]
+MOMENTUM = {"lr": 0.1, "momentum": 0.9, "weight_decay": 0.1}
+VARIANTS = {
+    "SGD": ("SGD", MOMENTUM),
+    "SGD-nesterov": ("SGD", {**MOMENTUM, "nesterov": True}),
+    "SGD-plain": ("SGD", {"lr": 0.1}),
+    "LARS-cap": ("LARS", MOMENTUM),
+    "LARS-trust": ("LARS", {**MOMENTUM, "trust_coefficient": 0.02}),
+    "Adam": ("Adam", {"weight_decay": 0.1}),
+    "AdamW": ("AdamW", {}),
+    "AdamW-amsgrad": ("AdamW", {"amsgrad": True}),
+    "AdamW-cap": ("AdamW", {"max_unorm": 0.01}),
+    "AdamW-clipped": ("AdamW", {"percentile_clipping": 30}),
+    "AdamW-maximize": ("AdamW", {"maximize": True}),
+}
+BY_VARIANT = pytest.mark.parametrize("variant", VARIANTS)
+BITS = pytest.mark.parametrize("bits", [8, 32])
+
+
+def build(variant, params, bits, **more):
+    name, options = VARIANTS[variant]
+    cls = getattr(lowbit_optim, f"{name}{bits}bit")
+    return cls(params, **{"min_8bit_size": 1, **options, **more})
+
+
+def walk(engine, variant, bits, shapes, dtype=torch.float32, steps=2, **more):
+    """Parameters and states on the CPU after some steps of an engine."""
+    generator = torch.Generator().manual_seed(0)
+    device = DEVICE if engine == "triton" else "cpu"
+    starts = [torch.randn(shape, generator=generator) for shape in shapes]
+    params = [torch.nn.Parameter(x.to(device, dtype)) for x in starts]
+    with lowbit_optim.use_engine(engine):
+        optimizer = build(variant, params, bits, **more)
+        for step in range(steps):
+            for p in params:
+                g = torch.randn(p.shape, generator=generator) * 10.0 ** (2 - step)
+                p.grad = g.to(p)
+            optimizer.step()
+    states = [{k: v.cpu() for k, v in optimizer.state[p].items()} for p in params]
+    return [p.detach().cpu() for p in params], states
+
+
+def assert_same(got, want, rtol, other_codes=0.001):
+    """All but a share of the codes equal, and floats within rtol of the tensor's largest."""
+    for p, q, state, other in zip(got[0], want[0], got[1], want[1], strict=True):
+        pairs = [(p, q), *((state[key], other[key]) for key in other)]
+        for a, b in pairs:
+            assert a.dtype == b.dtype
+            assert a.shape == b.shape
+            if a.dtype == torch.uint8:
+                assert int((a != b).sum()) <= 2 + other_codes * a.numel()
+            elif a.numel():
+                assert (a.double() - b.double()).abs().max() <= rtol * b.double().abs().max()
+
+
+@BITS
+@pytest.mark.parametrize("variant", ["AdamW", "LARS-trust"])
+def test_every_shape_is_as_on_torch(variant, bits):
+    got = walk("triton", variant, bits, SHAPES)
+    # A code on the other side of a midpoint moves a weight by a fraction of lr.
+    assert_same(got, walk("torch", variant, bits, SHAPES), 1e-4 if bits == 8 else 1e-6)
+
+
+@BITS
+@BY_VARIANT
+def test_every_variant_is_as_on_torch(variant, bits):
+    got = walk("triton", variant, bits, FEW)
+    assert_same(got, walk("torch", variant, bits, FEW), 1e-4 if bits == 8 else 1e-6)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@BITS
+@pytest.mark.parametrize("variant", ["AdamW", "LARS-cap"])
+def test_half_precision_is_as_on_torch(variant, bits, dtype):
+    got = walk("triton", variant, bits, FEW, dtype)
+    # Numbers of few digits often lie at a midpoint, where rounding decides.
+    want = walk("torch", variant, bits, FEW, dtype)
+    assert_same(got, want, 2 * torch.finfo(dtype).eps, other_codes=0.01)
+
+
+def test_a_list_of_mixed_dtypes_and_widths():
+    """One group: dtypes and widths become launches of their own, norms stay per tensor."""
+    generator = torch.Generator().manual_seed(0)
+    results = {}
+    for engine in ("triton", "torch"):
+        device = DEVICE if engine == "triton" else "cpu"
+        generator.manual_seed(0)
+        params = [
+            torch.nn.Parameter(torch.randn(n, generator=generator).to(device, dtype))
+            for n in (2048, 100, 2500)
+            for dtype in cases.DTYPES
+        ]
+        for p in params:
+            p.grad = torch.randn(p.shape, generator=generator).to(p)
+        with lowbit_optim.use_engine(engine):
+            build("LARS-trust", params, 8, min_8bit_size=1000).step()
+        results[engine] = [p.detach().cpu().float() for p in params]
+    for p, q in zip(results["triton"], results["torch"], strict=True):
+        assert cases.distance(p, q) < 1e-3
+
+
+def test_sums_of_many_tiles_are_added_in_chunks(monkeypatch):
+    """What a tensor of more than 8 million elements does, at 2 tiles a chunk."""
+    monkeypatch.setattr(engine_triton, "CHUNK", 2)
+    shapes = [(256 * triton_plan.TILE * 3 + 100,), (300,)]
+    got = walk("triton", "LARS-trust", 32, shapes)
+    assert_same(got, walk("torch", "LARS-trust", 32, shapes), 1e-6)
+
+
+def test_a_skipped_amp_step_changes_nothing():
+    p = torch.nn.Parameter(torch.ones(300, device=DEVICE))
+    p.grad = torch.ones_like(p)
+    with lowbit_optim.use_engine("triton"):
+        optimizer = build("AdamW", [p], 8)
+        optimizer.grad_scale = torch.tensor(4.0, device=DEVICE)
+        optimizer.found_inf = torch.tensor(0.0, device=DEVICE)
+        optimizer.step()
+        before = [p.detach().clone(), *(x.clone() for x in optimizer.state[p].values())]
+        assert optimizer.state[p]["exp_avg_absmax"][0].item() == pytest.approx(0.1 / 4)
+        optimizer.found_inf.fill_(1.0)
+        optimizer.step()
+        after = [p.detach(), *optimizer.state[p].values()]
+    assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
+
+
+@pytest.mark.parametrize("signed", [True, False])
+def test_codes_are_the_nearest(signed):
+    generator = np.random.default_rng(0)
+    x = 10.0 ** generator.uniform(-8, 0, 256 * 40)
+    x = (x * generator.choice([-1, 1], x.size) if signed else x).astype(np.float32)
+    x[::256] = 1.0
+    with lowbit_optim.use_engine("triton"):
+        codes, absmax = lowbit_optim.quantize_blockwise(torch.from_numpy(x).to(DEVICE), signed)
+    assert (absmax == 1).all()
+    expected, _ = reference_codec.encode(x, signed)
+    assert (codes.cpu().numpy() != expected).mean() < 1e-4
+
+
+@pytest.mark.parametrize("up", [True, False])
+@pytest.mark.parametrize("signed", [True, False])
+def test_one_line_per_cell_hits_every_midpoint(signed, up):
+    """The table in float64: 5e-5 of a gap beside each midpoint, the code is the nearest."""
+    middle = reference_codec.midpoints(signed)
+    gap = np.diff(reference_codec.codebook(signed).astype(np.float64))
+    first = 0 if signed else 1  # the unsigned map has no midpoint between zero and code 1
+    scale = triton_tables.SCALE_SIGNED if signed else triton_tables.SCALE_UNSIGNED
+    offset = triton_tables.OFFSET_SIGNED if signed else triton_tables.OFFSET_UNSIGNED
+    table = triton_tables.lines(signed, up).astype(np.float64)
+    for side in (-5e-5, 5e-5):
+        x = (middle + side * gap)[first:]
+        y = x * scale + (0 if signed else triton_tables.SHIFT)
+        half = y.astype(np.float16).view(np.uint16) >> 8
+        cell = half if signed else (y.astype(np.float32).view(np.uint32) >> 19) & 511
+        slope, start = table[cell].T
+        codes = np.rint(slope * y + start).astype(int) + offset
+        np.testing.assert_array_equal(codes, reference_codec.nearest(x, signed))
+
+
+def plan_of(shapes, bits=8, dtype=torch.float32):
+    """The plan that a step of AdamW builds."""
+    params = [torch.nn.Parameter(torch.ones(shape, dtype=dtype, device=DEVICE)) for shape in shapes]
+    for p in params:
+        p.grad = torch.ones_like(p)
+    with lowbit_optim.use_engine("triton"):
+        optimizer = build("AdamW", params, bits)
+        optimizer.step()
+        (cache,) = optimizer._caches.values()
+        first = cache["plan"]
+        optimizer.step()
+        assert cache["plan"] is first, "the plan is built once"
+        for p in params:
+            p.grad = torch.ones_like(p)
+        optimizer.step()
+        assert cache["plan"] is first, "new gradients need new addresses only"
+    return first
+
+
+def test_whole_tiles_make_one_launch_whatever_the_number_of_tensors():
+    tile = 256 * triton_plan.TILE
+    plan = plan_of([(tile,), (4, tile), (8, 256)])
+    assert [bucket.kind[3:] for bucket in plan.buckets] == [(True, 16)]
+    assert len(plan.buckets[0].work) == plan.tiles == 6
+
+
+def test_tails_and_ragged_rows_go_to_the_masked_kernels():
+    tile = 256 * triton_plan.TILE
+    plan = plan_of([(tile + 16,), (tile + 1,), (9, 96), (9, 65), (0,)])
+    found = {bucket.kind[3:]: len(bucket.work) for bucket in plan.buckets}
+    assert found == {(True, 16): 2, (False, 16): 1 + 2, (False, 1): 1 + 2}
+
+
+def test_offsets_are_64_bit():
+    """Tile 2**21 + 1 starts at element 2**32 + 2048; a table of that many tiles is cheap."""
+    source = triton_source.module(cases_rule(), ptx=False)
+    assert "first.to(tl.int64) * 256" in source
+    assert "line = tl.load(work + 4 * program + 2).to(tl.int64)" in source
+
+
+def cases_rule():
+    optimizer = lowbit_optim.AdamW([torch.nn.Parameter(torch.ones(1))])
+    return optimizer._rule(optimizer.param_groups[0])
+
+
+def test_capture_without_a_plan_says_what_to_do(monkeypatch):
+    monkeypatch.setattr(triton_plan, "_capturing", lambda device: True)
+    p = torch.nn.Parameter(torch.ones(300, device=DEVICE))
+    p.grad = torch.ones_like(p)
+    with (
+        lowbit_optim.use_engine("triton"),
+        pytest.raises(RuntimeError, match=r"at least one step .* before the capture"),
+    ):
+        build("AdamW", [p], 8).step()
