@@ -192,7 +192,7 @@ CASES_ICEFALL = [
     _mixing("LearnedGradient", reference.learned_gradient, LEARNED, lr_est_period=3,
             param_max_rms=0.5),
     _mixing("LearnedGradient", reference.learned_gradient, LEARNED, lr_est_period=2, max_size=4,
-            param_min_rms=3.0),
+            param_min_rms=3.0, param_max_rms=4.0),
 ]  # fmt: skip
 
 ALL_CASES = CASES  # issue 3: + CASES_FAMILY + CASES_ICEFALL

@@ -135,7 +135,7 @@ def test_groups_are_read_afresh(case, bits):
     """Whoever changes a group between steps gets what a new optimizer of that setting does."""
     settings = {"lr": case.lr / 3, "weight_decay": 0.3, "maximize": True}
     known = build(case, bits, parameters()).param_groups[0]
-    settings.update({"betas": (0.7, 0.8)} if "betas" in known else {})
+    settings["betas"] = tuple(0.8 * beta for beta in known.get("betas", ()))
     settings.update({"momentum": 0.5} if known.get("momentum") else {})
     settings = {key: value for key, value in settings.items() if key in known}
     optimizer = train(build(case, bits, parameters()), 2)

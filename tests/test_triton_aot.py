@@ -85,6 +85,7 @@ def test_other_architectures_compile(tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1800)  # 78 combinations
 @pytest.mark.parametrize("target", TARGETS)
 def test_every_optimizer_dtype_and_width_compiles(tmp_path, target):
     rows = compiled(tmp_path, dtype=["bf16", "fp16", "fp32"], bits=["8", "32"], target=[target])

@@ -122,7 +122,9 @@ def encode(x: Tensor, absmax: Tensor, signed: bool) -> Tensor:
     """Codes of finite `x` (fp32 or fp64) for scales `absmax` that broadcast over it; uint8."""
     thresholds, inverse, offset, last = _tables(signed, x.dtype, x.device)
     a = (x.abs() / absmax.to(x.dtype)).nan_to_num_(nan=0.0, posinf=1.0).clamp_(max=1.0)
-    piece = torch.bucketize(a, thresholds)
+    # A negative tie takes the larger d, which is the lower code.
+    sought = torch.where(x < 0, torch.nextafter(a, torch.ones_like(a)), a) if signed else a
+    piece = torch.bucketize(sought, thresholds)
     f = a.mul_(inverse[piece]).add_(offset[piece])
     down = torch.ceil(f - 0.5)  # a tie takes the smaller d
     if signed:

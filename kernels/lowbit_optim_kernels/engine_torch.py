@@ -6,6 +6,7 @@ tensor in spans of at most 1/128 of it so that its temporaries stay small.
 
 from __future__ import annotations
 
+import builtins
 import inspect
 import types
 from collections.abc import Callable, Iterator
@@ -66,6 +67,7 @@ def bind(fn: RuleFunction) -> tuple[Callable, tuple[str, ...], tuple[str, ...]]:
         for name, value in fn.__globals__.items()
         if name in fn.__code__.co_names and name not in PRIMITIVES
     }
+    names["__builtins__"] = builtins
     bound = types.FunctionType(fn.__code__, {**names, **PRIMITIVES}, fn.__name__)
     return bound, tuple(inspect.signature(fn).parameters), getattr(fn, "gives", ())
 

@@ -133,10 +133,16 @@ def _lookup_32(b: ir.IRBuilder, table: np.ndarray, index: ir.Value) -> ir.Value:
     return call(b, "llvm.x86.avx512.vpermi2var.d.512", vector(i32), low, index, high)
 
 
+def _lower_ties(b: ir.IRBuilder, q: ir.Value) -> ir.Value:
+    """Negative numbers one ulp away from zero, so that their ties too take the lower code."""
+    bits = b.bitcast(q, vector(i32))
+    return b.bitcast(b.add(bits, b.lshr(bits, fill(i32, 31))), vector(f32))
+
+
 def _position_by_tables(b: ir.IRBuilder, x: ir.Value, inverse: ir.Value, signed: bool) -> ir.Value:
     """Signed: code - 127; unsigned: code + 1, or less for zero; i32 lanes."""
     if signed:
-        q = b.fmul(x, inverse)
+        q = _lower_ties(b, b.fmul(x, inverse))
     else:  # rounded up, so that a positive number never becomes zero
         q = call(b, "llvm.x86.avx512.mul.ps.512", vector(f32), x, inverse, UPWARD)
     bits = b.bitcast(q, vector(i32))
@@ -155,7 +161,7 @@ def _position_by_tables(b: ir.IRBuilder, x: ir.Value, inverse: ir.Value, signed:
 
 
 def _pack_codes(b: ir.IRBuilder, positions: list, signed: bool) -> ir.Value:
-    """Four vectors of positions as 64 codes; saturation is -1.0's missing code and unsigned zero."""
+    """Four vectors of positions as 64 codes; saturating makes -1.0 code 0, unsigned zero too."""
     halves = []
     for i in (0, 2):
         name = "llvm.x86.avx512.packssdw.512"
@@ -171,6 +177,7 @@ def _codes_by_comparing(b: ir.IRBuilder, x: ir.Value, inverse: ir.Value, signed:
     tops, slopes = segments(signed)
     down = 2.0**DOWN
     q = b.fmul(x, inverse)
+    q = _lower_ties(b, q) if signed else q
     y = fabs(b, q) if signed else q
     first = 0 if signed else 1
     slope, scale = fill(f32, slopes[first] / down), fill(f32, 2.0 ** (first + BIAS[signed]))
@@ -241,7 +248,7 @@ def _power_of_two_near(typing, a):
 
 @njit(nogil=True, error_model="numpy", inline="never")
 def inverse_of(x, absmax, n):
-    """2**DOWN / absmax for encoding n numbers at x; rescales them in place if that is far from 1."""
+    """2**DOWN / absmax, to encode n numbers at x; rescales them in place if far from 1."""
     if absmax > np.float32(2.0**-28) and absmax < np.float32(2.0**28):
         return np.float32(2.0**DOWN) / absmax
     if not absmax > np.float32(0):

@@ -10,8 +10,8 @@ call steps any number of tensors:
     chunks    int64   (chunks, 3)     tensor, first block, number of blocks
     partial   float64 (chunks, ...)   sums of a reduction's terms over one chunk
 
-A tile is up to four whole blocks of 256 elements, or one short block, which goes through zero-padded
-scratch memory.
+A tile is up to four whole blocks of 256 elements, or one short block, which goes through
+zero-padded scratch memory.
 """
 
 from __future__ import annotations

@@ -1,13 +1,13 @@
-"""Tables of the codec for the Numba engine: the code as floating-point numbers with their own scale.
+"""Tables of the Numba engine's codec: codes as floating-point numbers of their own.
 
 Let the *position* of a code be |code - 127| (signed) or code + 1 (unsigned). A magnitude
-y = |x| / absmax falls into one of nine segments e: 0 below the first decade, 1..7 the decades, 8 the
-code of 1.0. Segment e holds the positions 2**E to 2**(E+1) - 1 with E = e + BIAS, and inside it
+y = |x| / absmax falls into one of nine segments e: 0 below the first decade, 1..7 the decades, 8
+the code of 1.0. Segment e holds the positions 2**E to 2**(E+1) - 1 with E = e + BIAS, and inside it
 
     position = floor(2**E * v),    v = min(y * slope[e] + 8/9, just below 2)
 
-(8/9 is what `offset` of `dynamic8.pieces` comes to). So a position, as a float, has its exponent from
-the segment and its mantissa from v; no comparison is needed, and ties go down because the floor of
+(8/9 is what `offset` of `dynamic8.pieces` comes to). So a position, as a float, has its exponent
+from the segment and its mantissa from v; no comparison is needed, and ties go down because the floor of
 the largest float below a midpoint does. Slopes are fitted to the fp32 codebook.
 """
 

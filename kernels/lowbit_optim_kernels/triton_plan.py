@@ -8,6 +8,7 @@ again, so that later steps outside the graph and replays do not disturb each oth
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
+from functools import cache
 
 import numpy as np
 import torch
@@ -54,6 +55,9 @@ class Plan:
     spare: list[Tensor] = field(default_factory=list)  # pinned, for the next capture
 
 
+_hyper_names = cache(hyper_names)
+
+
 def _pointers(slot: Slot, moments: int) -> list[int]:
     """A row of the address table."""
     row = [slot.p.data_ptr(), slot.g.data_ptr(), slot.step.data_ptr()]
@@ -65,7 +69,10 @@ def _pointers(slot: Slot, moments: int) -> list[int]:
 
 def _key(slot: Slot, row: list[int], moments: int) -> tuple:
     """What decides which kernels take a slot, and how it is cut into tiles."""
-    aligned = not any(address % 16 for address in (*row[:2], *row[3 : 3 + moments]))
+    low = row[triton_source.P] | row[triton_source.G]
+    for address in row[triton_source.MOMENTS : triton_source.MOMENTS + moments]:
+        low |= address
+    aligned = low % 16 == 0
     bits = slot.bits if moments else 32
     return slot.p.dtype, slot.g.dtype, bits, aligned, slot.rows, slot.row, slot.numel
 
@@ -140,7 +147,7 @@ def _send_addresses(plan: Plan, pointers: list[int]) -> None:
 
 
 def _send_hyperparameters(plan: Plan, batch: Batch) -> None:
-    given = [batch.hyper[name] for name in hyper_names(batch.rule)]
+    given = [batch.hyper[name] for name in _hyper_names(batch.rule)]
     on_host = [0.0 if isinstance(value, Tensor) else float(value) for value in given]
     if on_host and on_host != plan.values:
         _send(plan, 1, plan.hyper, on_host)
@@ -191,7 +198,7 @@ def _make(batch: Batch, key: tuple) -> Plan:
         address=zeros(len(slots), columns, dtype=torch.int64),
         scalars=zeros(len(slots), width),
         floats=zeros(len(slots), float_width, dtype=torch.float32),
-        hyper=zeros(max(1, len(hyper_names(batch.rule)))),
+        hyper=zeros(max(1, len(_hyper_names(batch.rule)))),
         count=torch.tensor([len(slots)], dtype=torch.int64).to(device),
         percentile=torch.tensor([batch.percentile], dtype=torch.int64).to(device),
     )
