@@ -17,8 +17,12 @@ from ._adam import AdamW32bit as AdamW32bit
 from ._ademamix import AdEMAMix as AdEMAMix
 from ._ademamix import AdEMAMix8bit as AdEMAMix8bit
 from ._ademamix import AdEMAMix32bit as AdEMAMix32bit
+from ._cain import Cain as Cain
+from ._cain import Cain8bit as Cain8bit
+from ._cain import Cain32bit as Cain32bit
 from ._codec import dequantize_blockwise as dequantize_blockwise
 from ._codec import quantize_blockwise as quantize_blockwise
+from ._eden import Eden as Eden
 from ._eve import Eve as Eve
 from ._eve import Eve8bit as Eve8bit
 from ._eve import Eve32bit as Eve32bit
@@ -33,6 +37,9 @@ from ._lars import LARS as LARS
 from ._lars import LARS_PRESETS as LARS_PRESETS
 from ._lars import LARS8bit as LARS8bit
 from ._lars import LARS32bit as LARS32bit
+from ._learned_gradient import LearnedGradient as LearnedGradient
+from ._learned_gradient import LearnedGradient8bit as LearnedGradient8bit
+from ._learned_gradient import LearnedGradient32bit as LearnedGradient32bit
 from ._lion import Lion as Lion
 from ._lion import Lion8bit as Lion8bit
 from ._lion import Lion32bit as Lion32bit

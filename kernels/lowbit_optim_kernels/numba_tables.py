@@ -7,8 +7,8 @@ the code of 1.0. Segment e holds the positions 2**E to 2**(E+1) - 1 with E = e +
     position = floor(2**E * v),    v = min(y * slope[e] + 8/9, just below 2)
 
 (8/9 is what `offset` of `dynamic8.pieces` comes to). So a position, as a float, has its exponent
-from the segment and its mantissa from v; no comparison is needed, and ties go down because the floor of
-the largest float below a midpoint does. Slopes are fitted to the fp32 codebook.
+from the segment and its mantissa from v; no comparison is needed, and ties go down because the
+floor of the largest float below a midpoint does. Slopes are fitted to the fp32 codebook.
 """
 
 from __future__ import annotations
