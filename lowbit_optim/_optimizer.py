@@ -207,12 +207,17 @@ class LowBitOptimizer(Optimizer):
 
     def _init_state(self, p: Tensor, group: Mapping[str, Any], state: dict[str, Any]) -> None:
         """Create what a parameter's state lacks."""
+        if p.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+            raise RuntimeError(
+                f"{type(self).__name__}: a parameter has no state yet, and a CUDA graph is being "
+                "captured; take one step before capturing"
+            )
         bits = self._bits(p, group)
         if "step" not in state:
             state["step"] = torch.zeros((), dtype=torch.float32, device=p.device)
         if group["percentile_clipping"] < 100 and "gnorm_vec" not in state:
-            empty = torch.full((GNORM_HISTORY,), -1.0, dtype=torch.float32)
-            state["gnorm_vec"] = empty.to(p.device)
+            size, kind = (GNORM_HISTORY,), torch.float32
+            state["gnorm_vec"] = torch.full(size, -1.0, dtype=kind, device=p.device)
         for moment in self._moments(group):
             if moment.key in state:
                 continue
@@ -220,10 +225,10 @@ class LowBitOptimizer(Optimizer):
             if bits == 8:
                 shape = Layout.of(p.shape).absmax_shape
                 code = TOP_CODE if start else ZERO_CODE[moment.signed]
-                codes = torch.full(p.shape, code, dtype=torch.uint8)
-                state[moment.key] = codes.to(p.device)
-                scales = torch.full(shape, start, dtype=torch.float32)
-                state[f"{moment.key}_absmax"] = scales.to(p.device)
+                state[moment.key] = torch.full(p.shape, code, dtype=torch.uint8, device=p.device)
+                state[f"{moment.key}_absmax"] = torch.full(
+                    shape, start, dtype=torch.float32, device=p.device
+                )
             else:
                 dtype = torch.float64 if p.dtype == torch.float64 else torch.float32
                 state[moment.key] = torch.full(p.shape, start, dtype=dtype, device=p.device)
@@ -231,6 +236,11 @@ class LowBitOptimizer(Optimizer):
     def _gradient(self, p: Tensor) -> Tensor:
         g = p.grad
         assert g is not None
+        if hasattr(p, "placements"):
+            raise RuntimeError(
+                f"{type(self).__name__} does not step DTensor parameters (got placements "
+                f"{p.placements}); shard with DDP or FSDP1, or keep the parameter whole"
+            )
         if g.is_sparse or g.layout != torch.strided:
             raise RuntimeError(
                 f"{type(self).__name__} does not support sparse gradients; "
