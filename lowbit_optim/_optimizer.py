@@ -239,7 +239,7 @@ class LowBitOptimizer(Optimizer):
         if hasattr(p, "placements"):
             raise RuntimeError(
                 f"{type(self).__name__} does not step DTensor parameters (got placements "
-                f"{p.placements}); shard with DDP or FSDP1, or keep the parameter whole"
+                f"{p.placements}); use DDP, or keep the parameter whole"
             )
         if g.is_sparse or g.layout != torch.strided:
             raise RuntimeError(

@@ -195,7 +195,7 @@ CASES_ICEFALL = [
             param_min_rms=3.0, param_max_rms=4.0),
 ]  # fmt: skip
 
-ALL_CASES = CASES  # issue 3: + CASES_FAMILY + CASES_ICEFALL
+ALL_CASES = CASES + CASES_FAMILY
 
 
 def one_per_class(cases=None):

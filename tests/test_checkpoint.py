@@ -243,6 +243,8 @@ NAMESAKES = [
     ("Adam", {"amsgrad": True}),
     ("AdamW", {}),
     ("AdamW", {"amsgrad": True}),
+    ("RMSprop", {"momentum": 0.9, "centered": True}),
+    ("Adagrad", {"lr_decay": 0.1, "initial_accumulator_value": 0.1}),
 ]  # fmt: skip
 
 

@@ -33,11 +33,16 @@ def mixed_gradients(params, seed=0, shift=1):
         p.grad = g
 
 
-# Numba compiles for every pair of dtypes, so for one class only.
-MIXED = [
-    *((case, bits, "torch") for case in ONE_PER_CLASS for bits in (8, 32)),
-    (ONE_PER_CLASS[-1], 8, "numba"),
-]
+EVERY = [(case, bits) for case in ONE_PER_CLASS for bits in (8, 32)]
+# Numba compiles for every pair of dtypes, so for one class only; Triton is interpreted.
+MIXED = [*((*which, "torch") for which in EVERY), (ONE_PER_CLASS[-1], 8, "numba")]
+INTERPRETED = pytest.param(
+    ONE_PER_CLASS[-1],
+    8,
+    "triton",
+    marks=pytest.mark.skipif(torch.cuda.is_available(), reason="only interpreted on the CPU"),
+)
+ENGINES = [*((*which, name) for which in EVERY for name in ("torch", "numba")), INTERPRETED]
 
 
 @pytest.mark.parametrize(("case", "bits", "name"), MIXED, ids=lambda x: getattr(x, "name", x))
@@ -161,9 +166,7 @@ def scaled_run(optimizer, scale, bad_steps=(), clip=False):
     return scales
 
 
-@pytest.mark.parametrize("name", ["torch", "numba"])
-@CLASSES
-@BITS
+@pytest.mark.parametrize(("case", "bits", "name"), ENGINES, ids=lambda x: getattr(x, "name", x))
 def test_grad_scaler_divides_gradients(case, bits, name):
     """By a power of two, so that no bit is lost."""
     with lowbit_optim.use_engine(name):
@@ -173,9 +176,7 @@ def test_grad_scaler_divides_gradients(case, bits, name):
     assert identical(snapshot(scaled), snapshot(plain))
 
 
-@pytest.mark.parametrize("name", ["torch", "numba"])
-@CLASSES
-@BITS
+@pytest.mark.parametrize(("case", "bits", "name"), ENGINES, ids=lambda x: getattr(x, "name", x))
 def test_grad_scaler_skips_an_overflow(case, bits, name):
     """Nothing moves, counts or is recorded; the scale halves and training goes on."""
     options = {"percentile_clipping": 50}

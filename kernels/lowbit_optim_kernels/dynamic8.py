@@ -124,7 +124,7 @@ def encode(x: Tensor, absmax: Tensor, signed: bool) -> Tensor:
     a = (x.abs() / absmax.to(x.dtype)).nan_to_num_(nan=0.0, posinf=1.0).clamp_(max=1.0)
     # A negative tie takes the larger d, which is the lower code.
     sought = torch.where(x < 0, torch.nextafter(a, torch.ones_like(a)), a) if signed else a
-    piece = torch.bucketize(sought, thresholds)
+    piece = torch.bucketize(sought, thresholds, out_int32=True)
     f = a.mul_(inverse[piece]).add_(offset[piece])
     down = torch.ceil(f - 0.5)  # a tie takes the smaller d
     if signed:
