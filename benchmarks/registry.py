@@ -23,7 +23,7 @@ class Entry:
     Attributes:
         name: what `--optimizer` takes.
         make: `(params, lr) -> optimizer`.
-        lr: tuned peak learning rate by task name; `DEFAULT_LR` where a task is not named.
+        lr: peak learning rate by task name; `DEFAULT_LR` where a task is not named.
         twin: name of the 32-bit row whose held-out quality an 8-bit row has to match, or None.
         fused: name of the torch row that `speed` times it beside, or None.
         foreach: likewise where the host's overhead is what counts, or None.
@@ -54,6 +54,12 @@ ADAM_LR = {"gpt": 2e-3, "mnist": 2e-3, "digits": 2e-3}
 SGD_LR = {"gpt": 0.2, "mnist": 0.1, "digits": 0.1}
 LARS_LR = {"gpt": 10.0, "mnist": 20.0, "digits": 10.0}
 CAP_LR = {"gpt": 1.0, "mnist": 1.0, "digits": 1.0}
+# Customary rates, not tuned for these tasks.
+LAMB_LR = {"gpt": 1e-2, "mnist": 1e-2, "digits": 1e-2}
+LION_LR = {"gpt": 3e-4, "mnist": 3e-4, "digits": 3e-4}
+RMSPROP_LR = {"gpt": 1e-3, "mnist": 1e-3, "digits": 1e-3}
+ADAGRAD_LR = {"gpt": 1e-2, "mnist": 1e-2, "digits": 1e-2}
+CAIN_LR = {"gpt": 1e-2, "mnist": 1e-2, "digits": 1e-2}
 MOMENTUM = {"momentum": 0.9, "weight_decay": 5e-4}
 ADAMW_SPEED = {"fused": "torch.optim.AdamW-fused", "foreach": "torch.optim.AdamW-foreach"}
 ADAM_SPEED = {"fused": "torch.optim.Adam-fused", "foreach": "torch.optim.Adam-foreach"}
@@ -139,6 +145,15 @@ ROWS: tuple[tuple[Entry, ...], ...] = (
         "LARS", CAP_LR, variant="-cap", max_unorm=0.02, speed=SGD_SPEED,
         extra_reads=("param", "grad", "state"), **MOMENTUM,
     ),
+    _pair("LAMB", LAMB_LR, trust_coefficient=1.0, weight_decay=0.01),
+    _pair("LANS", LAMB_LR, weight_decay=0.01),
+    _pair("Lion", LION_LR, weight_decay=0.01),
+    _pair("RMSprop", RMSPROP_LR),
+    _pair("Adagrad", ADAGRAD_LR),
+    _pair("AdEMAMix", ADAM_LR),
+    _pair("Eve", ADAM_LR),
+    _pair("Cain", CAIN_LR),
+    _pair("LearnedGradient", CAIN_LR, max_size=512),
     _peer("bitsandbytes", "bitsandbytes.optim", "AdamW8bit", ADAM_LR),
     _peer("torchao", "torchao.optim", "AdamW8bit", ADAM_LR),
 )  # fmt: skip

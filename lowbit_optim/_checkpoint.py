@@ -26,6 +26,17 @@ def header(family: str) -> dict[str, Any]:
     return {"format_version": FORMAT_VERSION, "optimizer": family}
 
 
+def plain(value: Any) -> Any:
+    """A tree without NumPy's numbers, which `torch.load(weights_only=True)` does not read."""
+    if isinstance(value, float):  # as numpy.float64 is
+        return float(value)
+    if isinstance(value, dict):
+        return {key: plain(item) for key, item in value.items()}
+    if type(value) in (list, tuple):
+        return type(value)(map(plain, value))
+    return value
+
+
 def check_header(state_dict: Mapping[str, Any], family: str, defaults: Mapping[str, Any]) -> None:
     """Refuse a state dict of a newer format or of another optimizer."""
     for key in ("state", "param_groups"):
@@ -129,7 +140,8 @@ def fitted(
 def _fitted_step(saved: Mapping[str, Any], p: Tensor) -> Tensor:
     # torch.optim.SGD counts no steps: a momentum buffer says that there has been one.
     step = saved.get("step", 1.0)
-    return torch.as_tensor(step).to(dtype=torch.float32, device=p.device, copy=True).reshape(())
+    made = torch.as_tensor(step, dtype=torch.float32, device=p.device)
+    return made.clone().reshape(())
 
 
 def _fitted_norms(value: Any, p: Tensor, name: str) -> Tensor:

@@ -23,6 +23,7 @@ STATE_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 def _add_header(optimizer: Any, state_dict: dict[str, Any]) -> None:
     """A hook, and the first one, so that a user's hooks are given all that is saved."""
     state_dict[_checkpoint.KEY] = _checkpoint.header(optimizer.family)
+    state_dict["param_groups"] = _checkpoint.plain(state_dict["param_groups"])
 
 
 class LowBitOptimizer(Optimizer):
@@ -106,6 +107,7 @@ class LowBitOptimizer(Optimizer):
     @overload
     def step(self, closure: Callable[[], float]) -> float: ...
 
+    @torch._disable_dynamo
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:
         """Take one step.

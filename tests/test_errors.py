@@ -207,7 +207,9 @@ def test_a_gradient_of_another_shape(case):
         optimizer.step()
 
 
-@CLASSES
+@pytest.mark.parametrize(
+    "case", [case for case in ONE_PER_CLASS if not case.moves_all], ids=lambda case: case.name
+)
 def test_fused_on_an_engine_that_does_not_fuse(case):
     (p,) = parameters(torch.float64, [(300,)])
     optimizer = build(case, 8, [*parameters(), p], fused=True)
