@@ -121,7 +121,7 @@ class EagerOptimizer(LowBitOptimizer):
 
     def _init_state(self, p: Tensor, group: Mapping[str, Any], state: dict[str, Any]) -> None:
         extras = self._extras(p, group, state)
-        state.setdefault("step", torch.zeros((), dtype=torch.float32))
+        state.setdefault("step", torch.zeros((), dtype=torch.float32, device="cpu"))
         super()._init_state(p, group, state)
         for key, shape in extras.items():
             if key not in state:
@@ -135,7 +135,7 @@ class EagerOptimizer(LowBitOptimizer):
             return state
         if "step" not in saved:
             raise ValueError(f"state_dict does not fit {type(self).__name__}: it has no 'step'")
-        step = torch.as_tensor(saved["step"])
+        step = torch.as_tensor(saved["step"], device="cpu")
         state["step"] = step.to(device="cpu", dtype=torch.float32, copy=True).reshape(())
         for key, shape in self._extras(p, group, state).items():
             value = state.get(key)

@@ -86,7 +86,9 @@ def test_codes_are_the_nearest_of_all_256(engine, device, signed, decade):
 def test_every_threshold_is_the_midpoint_and_ties_take_the_lower_code(engine, device, signed):
     """On both sides of each of the 255 midpoints; the tie between 0 and its neighbours is exact."""
     middle = reference_codec.midpoints(signed)
-    margin = rounding(signed) + ULP * np.abs(middle)  # the second for the rounding just below
+    # Twice, as the interpreter of some Triton versions rounds a fused multiply-add twice; the
+    # second term is for the rounding just below.
+    margin = 2 * rounding(signed) + ULP * np.abs(middle)
     near = np.stack([middle - margin, middle + margin]).astype(np.float32)
     x = np.concatenate([[1.0], near[0], near[1]]).astype(np.float32)
     x = np.concatenate([np.append(c, np.ones(1, np.float32)) for c in np.array_split(x, 3)])

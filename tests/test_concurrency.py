@@ -152,7 +152,6 @@ print("done")
     assert run(script) == "done"
 
 
-@pytest.mark.xfail(reason="engine_numba's pool submits to an executor that has been shut down")
 def test_steps_while_the_interpreter_shuts_down():
     """In a thread that outlives the main thread, and in an exit handler.
 

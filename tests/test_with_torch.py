@@ -42,7 +42,6 @@ def test_a_step_under_autocast(case, bits):
     assert identical(snapshot(inside), snapshot(outside))
 
 
-@pytest.mark.xfail(reason="dynamic8 and the torch engine make tables on torch's default device")
 def test_torchs_default_device_is_not_where_state_goes():
     """In a fresh process, so that nothing has been made on another device before."""
     script = """

@@ -34,13 +34,13 @@ def _codebook(signed: bool) -> Tensor:
     values = []
     for i in range(7):
         n = 2**i if signed else 2 ** (i + 1)
-        edges = torch.linspace(0.1, 1.0, n + 1, dtype=torch.float32)
+        edges = torch.linspace(0.1, 1.0, n + 1, dtype=torch.float32, device="cpu")
         means = (edges[:-1] + edges[1:]) / 2.0
         magnitudes = (10.0 ** (i - 6)) * means
         values += magnitudes.tolist()
         if signed:
             values += (-magnitudes).tolist()
-    return torch.tensor(sorted([*values, 0.0, 1.0]), dtype=torch.float32)
+    return torch.tensor(sorted([*values, 0.0, 1.0]), dtype=torch.float32, device="cpu")
 
 
 def create_dynamic_map(signed: bool = True) -> Tensor:
@@ -106,7 +106,7 @@ def _tables(signed: bool, dtype: torch.dtype, device: torch.device) -> tuple[Ten
     # A threshold between two floats is rounded down, so that `a > threshold` stays exact in fp32.
     thresholds = [math.nextafter(t, 0.0) if dtype == torch.float64 else t for t in table.threshold]
     made = [
-        torch.tensor(x, dtype=dtype)
+        torch.tensor(x, dtype=dtype, device="cpu")
         for x in (thresholds, table.inverse_slope, table.offset, table.last)
     ]
     return tuple(x.to(device) for x in made)

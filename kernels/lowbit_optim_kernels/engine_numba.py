@@ -8,13 +8,14 @@ number of threads: sums are formed per chunk and then added in a fixed order.
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import inspect
 import itertools
 import os
 import threading
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cache
 from types import ModuleType
@@ -97,7 +98,10 @@ class _Pool:
             if self.executor is None or self.pid != os.getpid() or self.size < threads - 1:
                 self.pid, self.size = os.getpid(), threads - 1
                 self.executor = ThreadPoolExecutor(threads - 1, "lowbit_optim")
-            helpers = [self.executor.submit(share) for _ in range(threads - 1)]
+            helpers: list[Future] = []
+            # While the interpreter shuts down there are no new futures: this thread does it all.
+            with contextlib.suppress(RuntimeError):
+                helpers.extend(self.executor.submit(share) for _ in range(threads - 1))
         share()
         for helper in helpers:
             helper.result()

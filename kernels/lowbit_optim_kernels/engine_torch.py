@@ -43,7 +43,9 @@ def _minimum(a: Any, b: Any) -> Any:
 
 
 def _on_tensors(fn: Callable) -> Callable:
-    return lambda x: fn(x) if isinstance(x, Tensor) else fn(torch.tensor(x, dtype=torch.float64))
+    return lambda x: (
+        fn(x) if isinstance(x, Tensor) else fn(torch.tensor(x, dtype=torch.float64, device="cpu"))
+    )
 
 
 PRIMITIVES = {

@@ -107,7 +107,9 @@ def current(batch: Batch) -> Plan:
         batch.cache.setdefault("captured", []).append(plan)  # a graph reads its tables
     elif device.type == "cuda" and not plan.spare:
         tables = (plan.address, plan.hyper)
-        plan.spare = [torch.empty(x.shape, dtype=x.dtype, pin_memory=True) for x in tables]
+        plan.spare = [
+            torch.empty(x.shape, dtype=x.dtype, pin_memory=True, device="cpu") for x in tables
+        ]
     _send_addresses(plan, [address for row in rows for address in row])
     _send_hyperparameters(plan, batch)
     return plan
@@ -117,7 +119,8 @@ def _for_graph(plan: Plan) -> Plan:
     """A plan for what is being captured, with tables of its own that every replay fills again."""
     if not plan.spare:  # a second capture without a step in between
         plan.spare = [
-            torch.empty(x.shape, dtype=x.dtype, pin_memory=True) for x in (plan.address, plan.hyper)
+            torch.empty(x.shape, dtype=x.dtype, pin_memory=True, device="cpu")
+            for x in (plan.address, plan.hyper)
         ]
     graph = replace(
         plan, address=torch.empty_like(plan.address), hyper=torch.empty_like(plan.hyper),
