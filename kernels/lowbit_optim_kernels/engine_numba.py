@@ -190,13 +190,7 @@ def _plan(batch: Batch) -> _Plan:
     if plan is None or plan.key != key:
         plan = batch.cache["plan"] = _make_plan(batch, key)
     moments = len(batch.rule.moments)
-    pointers = []
-    for slot in batch.slots:
-        row = [slot.p.data_ptr(), slot.g.data_ptr(), slot.step.data_ptr()]
-        row += [x.data_ptr() for x in slot.moments]
-        row += [x.data_ptr() for x in slot.absmax] if slot.absmax else [0] * moments
-        row.append(0 if slot.gnorm_vec is None else slot.gnorm_vec.data_ptr())
-        pointers.append(row)
+    pointers = [slot.addresses(moments) for slot in batch.slots]
     if pointers != plan.pointers:
         plan.pointers = pointers
         plan.address[:] = pointers

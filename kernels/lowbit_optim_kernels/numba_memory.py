@@ -80,12 +80,6 @@ def write_f32(typing, address, x):
 
 
 @intrinsic
-def read_byte(typing, address):
-    """One byte."""
-    return types.uint8(types.int64), lambda c, b, s, a: b.load(pointer(b, a[0], i8))
-
-
-@intrinsic
 def write_byte(typing, address, x):
     """Store one byte."""
 

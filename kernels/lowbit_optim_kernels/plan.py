@@ -44,10 +44,16 @@ class Slot:
         """8 or 32: the width of the stored moments."""
         return 8 if self.absmax else 32
 
-    def tensors(self) -> tuple[Tensor, ...]:
-        """Every tensor whose address a compiled engine needs, in a fixed order."""
-        extra = () if self.gnorm_vec is None else (self.gnorm_vec,)
-        return (self.p, self.g, self.step, *self.moments, *self.absmax, *extra)
+    def addresses(self, moments: int) -> list[int]:
+        """The slot's row of a compiled engine's address table, for a rule of so many moments.
+
+        p, g, step, moments, absmax, gnorm_vec; 0 for what the slot does not have.
+        """
+        row = [self.p.data_ptr(), self.g.data_ptr(), self.step.data_ptr()]
+        row += [x.data_ptr() for x in self.moments]
+        row += [x.data_ptr() for x in self.absmax] if self.absmax else [0] * moments
+        row.append(0 if self.gnorm_vec is None else self.gnorm_vec.data_ptr())
+        return row
 
 
 @dataclass

@@ -58,15 +58,6 @@ class Plan:
 _hyper_names = cache(hyper_names)
 
 
-def _pointers(slot: Slot, moments: int) -> list[int]:
-    """A row of the address table."""
-    row = [slot.p.data_ptr(), slot.g.data_ptr(), slot.step.data_ptr()]
-    row += [x.data_ptr() for x in slot.moments]
-    row += [x.data_ptr() for x in slot.absmax] if slot.absmax else [0] * moments
-    row.append(0 if slot.gnorm_vec is None else slot.gnorm_vec.data_ptr())
-    return row
-
-
 def _key(slot: Slot, row: list[int], moments: int) -> tuple:
     """What decides which kernels take a slot, and how it is cut into tiles."""
     low = row[triton_source.P] | row[triton_source.G]
@@ -88,7 +79,7 @@ def current(batch: Batch) -> Plan:
         RuntimeError: when a CUDA graph is being captured and there is no plan yet.
     """
     moments, device = len(batch.rule.moments), batch.slots[0].p.device
-    rows = [_pointers(slot, moments) for slot in batch.slots]
+    rows = [slot.addresses(moments) for slot in batch.slots]
     keys = [_key(slot, row, moments) for slot, row in zip(batch.slots, rows, strict=True)]
     switches = (batch.maximize, batch.grad_scale is None, batch.found_inf is None)
     key = (batch.rule, batch.percentile, switches, keys)
