@@ -20,14 +20,16 @@ CONSTRAINED := install --constraint constraints.txt
 ifeq ($(origin PY),command line)
 DEV :=
 DOCS :=
+PEERS :=
 else
 DEV := $(VENV)/.installed-dev
 DOCS := $(VENV)/.installed-docs
+PEERS := $(VENV)/.installed-peers
 endif
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test lint format types docs wheel gpu-check bench clean
+.PHONY: help demo test peers lint format types docs wheel gpu-check bench clean
 
 help:  ## list the targets
 	@$(PYTHON) -c 'import re; print("\n".join("%-10s %s" % t for t in re.findall(r"(?m)^([a-z-]+):.*?## +(.*)", open("Makefile").read())))'
@@ -37,6 +39,9 @@ demo: $(DEV)  ## train with 32-bit and 8-bit optimizers and compare them
 
 test: $(DEV)  ## run the tests
 	$(PY) -m pytest --numprocesses $(JOBS) $(ARGS)
+
+peers: $(PEERS)  ## compare with the optimizers of other libraries
+	$(PY) -m pytest tests/test_peers.py $(ARGS)
 
 lint: $(DEV)  ## check style and formatting
 	$(PY) -m ruff check .
@@ -88,4 +93,10 @@ $(VENV)/.installed-%: pyproject.toml constraints.txt | $(VENV)/.created
 	$(PIP) $(CONSTRAINED) torch $(TORCH_ARGS)
 	$(PIP) $(CONSTRAINED) setuptools
 	$(PIP) $(CONSTRAINED) --no-build-isolation --editable '.[$*]'
+	touch $@
+
+# The last three want torchvision or Lightning; the tests load single files of theirs, which do not.
+$(VENV)/.installed-peers: pyproject.toml constraints.txt | $(VENV)/.installed-dev
+	$(PIP) $(CONSTRAINED) --no-build-isolation --editable '.[peers,test]'
+	$(PIP) $(CONSTRAINED) --no-deps timm lightning-bolts 'pylocron; python_version >= "3.11"'
 	touch $@
