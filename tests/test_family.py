@@ -225,34 +225,6 @@ def test_adagrad_starts_from_its_initial_value(engine, device, bits, value):
         assert torch.equal(total, torch.full_like(total, value))
 
 
-TORCH = [
-    ("RMSprop", {}),
-    ("RMSprop", {"alpha": 0.9, "momentum": 0.9, "weight_decay": 0.1, "maximize": True}),
-    ("RMSprop", {"centered": True}),
-    ("RMSprop", {"centered": True, "momentum": 0.5, "eps": 1e-3}),
-    ("Adagrad", {}),
-    ("Adagrad", {"lr_decay": 0.1, "weight_decay": 0.1, "maximize": True}),
-    ("Adagrad", {"initial_accumulator_value": 0.5, "eps": 1e-3}),
-]
-
-
-@pytest.mark.parametrize(("name", "options"), TORCH, ids=str)
-def test_equals_torch_optim(name, options):
-    grads = [gradient(seed).double() for seed in range(30)]
-    with lowbit_optim.use_engine("torch"):
-        p, optimizer = stepped(name, options, grads, p=parameter(dtype=torch.float64))
-    q = parameter(dtype=torch.float64)
-    peer = getattr(torch.optim, name)([q], lr=0.01, **options)
-    for g in grads:
-        q.grad = g
-        peer.step()
-    torch.testing.assert_close(p, q, rtol=1e-11, atol=1e-13)
-    ours, theirs = optimizer.state[p], peer.state[q]
-    assert ours.keys() == theirs.keys()
-    for key, value in theirs.items():
-        torch.testing.assert_close(ours[key].double(), value.double(), rtol=1e-11, atol=1e-13)
-
-
 def test_centered_rmsprop_in_8_bits_survives_a_constant_gradient(engine, device):
     """Then v - a^2 is all rounding; where it were zero, the step would be 1 / eps."""
     g = gradient(1) + 0.01 * gradient(2)

@@ -84,6 +84,13 @@ AGAINST_TORCH = [
     ("Adam", {"decoupled_weight_decay": True, "weight_decay": 0.1}),
     ("AdamW", {}),
     ("AdamW", {"amsgrad": True, "weight_decay": 0.3, "betas": (0.8, 0.95)}),
+    ("RMSprop", {}),
+    ("RMSprop", {"alpha": 0.9, "momentum": 0.9, "weight_decay": 0.1, "maximize": True}),
+    ("RMSprop", {"centered": True}),
+    ("RMSprop", {"centered": True, "momentum": 0.5, "eps": 1e-3}),
+    ("Adagrad", {}),
+    ("Adagrad", {"lr_decay": 0.1, "weight_decay": 0.1, "maximize": True}),
+    ("Adagrad", {"initial_accumulator_value": 0.5, "eps": 1e-3}),
 ]
 
 
@@ -102,6 +109,7 @@ def against_torch(name, options, dtype, device="cpu", tracks=EVERY_KIND):
     pairs = [("p", p, q) for p, q in zip(ours, theirs, strict=True)]
     for p, q in zip(ours, theirs, strict=True):
         state = peer.state[q].items()
+        assert optimizer.state[p].keys() - {"step"} == peer.state[q].keys() - {"step"}
         pairs += [(key, optimizer.state[p][key], value) for key, value in state if key != "step"]
     joined = {key: ([], []) for key, _, _ in pairs}
     for key, a, b in pairs:
