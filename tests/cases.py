@@ -1,8 +1,8 @@
 """The cases as data, and the two runners that walk a case: the package's and the reference's.
 
 A case names a class, its options and the naive rule that says what they mean. `CASES` are the
-optimizers of issue 2; `CASES_FAMILY` and `CASES_ICEFALL` those of issue 3, switched on in
-`ALL_CASES` below. A class in `ALL_CASES` that the package lacks is an error.
+optimizers of issue 2; `CASES_FAMILY` and `CASES_ICEFALL` those of issue 3, the latter stepped by
+torch operators and so not in `FUSED_CASES`. A class that the package lacks is an error.
 """
 
 import math
@@ -33,6 +33,7 @@ class Case:
     `moments` maps the state's keys to the map that holds them in 8 bits. `rtol` bounds an fp32
     engine against the float64 reference after a dozen steps; `nmse` the 8-bit movement against the
     32-bit one. `moves_all`: the rule mixes elements, so a weight without gradient moves too.
+    `fused`: an engine runs the rule; otherwise it codes the moments and torch operators step.
     """
 
     name: str
@@ -44,6 +45,7 @@ class Case:
     rtol: float = 3e-4
     nmse: float = 5e-4
     moves_all: bool = False
+    fused: bool = True
 
     @property
     def id(self):
@@ -147,13 +149,6 @@ def _lion(**options):
     return Case("Lion", options, reference.lion, {"exp_avg": FIRST}, nmse=5e-3)
 
 
-def _mixing(case_name, rule, moments, **options):
-    """icefall's rules scale or turn the whole tensor."""
-    return Case(case_name, options, rule, moments, moves_all=True)
-
-
-CAIN = {"delta": FIRST, "exp_avg_sq": SECOND}
-LEARNED = {"exp_avg": FIRST}
 TRUST = {"trust_coefficient": 1.0, "weight_decay": 0.05}
 SLOW = {**ADAM, "exp_avg_slow": FIRST}
 SQUARE = {"square_avg": SECOND}
@@ -185,17 +180,37 @@ CASES_FAMILY = [
     Case("Eve", {"target_rms": 1.2, "weight_decay": 0.1}, reference.eve, ADAM),
 ]  # fmt: skip
 
-CASES_ICEFALL = [
-    _mixing("Cain", reference.cain, CAIN),
-    _mixing("Cain", reference.cain, CAIN, bias_correction_fix=True, param_max=0.5),
-    _mixing("LearnedGradient", reference.learned_gradient, LEARNED),
-    _mixing("LearnedGradient", reference.learned_gradient, LEARNED, lr_est_period=3,
-            param_max_rms=0.5),
-    _mixing("LearnedGradient", reference.learned_gradient, LEARNED, lr_est_period=2, max_size=4,
-            param_min_rms=3.0, param_max_rms=4.0),
-]  # fmt: skip
 
-ALL_CASES = CASES + CASES_FAMILY
+def _icefall(name, rule, moments, options):
+    """Rules that scale or turn the whole tensor."""
+    return Case(name, options, rule, moments, lr=0.05, moves_all=True, fused=False)
+
+
+def _cain(**options):
+    return _icefall("Cain", reference.cain, {"delta": FIRST, "exp_avg_sq": SECOND}, options)
+
+
+def _learned(**options):
+    rule = reference.learned_gradient
+    return _icefall("LearnedGradient", rule, {"exp_avg": FIRST}, options)
+
+
+CASES_ICEFALL = [
+    _cain(),
+    _cain(bias_correction_fix=True, param_max=0.5),
+    _cain(betas=(0.0, 0.9), rms_eps=0.05, scale_speed=0.9, eps=1e-3),
+    _cain(maximize=True, percentile_clipping=5),
+    _learned(lr_est_period=2),  # first, so that the tests of few steps learn matrices as well
+    _learned(),
+    _learned(lr_est_period=3, param_max_rms=0.5),
+    _learned(lr_est_period=1, betas=(0.0, 0.5), max_step_scale=0.5),
+    _learned(lr_est_period=2, meta_lr_scale=5.0, size_lr_scale=0.7),
+    _learned(lr_est_period=2, max_size=4, param_min_rms=3.0, param_max_rms=9.0),
+    _learned(lr_est_period=4, maximize=True, percentile_clipping=5),
+]
+
+FUSED_CASES = CASES + CASES_FAMILY
+ALL_CASES = FUSED_CASES + CASES_ICEFALL
 
 
 def one_per_class(cases=None):

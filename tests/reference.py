@@ -244,9 +244,10 @@ def _cain_rms(p, state, t, rms_eps):
 
 
 def cain(p, g, state, *, lr=1e-2, betas=(0.9, 0.98), eps=1e-8, scale_speed=0.05, rms_eps=1e-5,
-         param_max=20.0, bias_correction_fix=False, maximize=False):  # fmt: skip
+         param_max=20.0, bias_correction_fix=False, maximize=False,
+         percentile_clipping=100):  # fmt: skip
     """icefall's Cain as SPEC section 3 states it; t counts the previous steps."""
-    t, g = _begin(g, state, maximize, 100)
+    t, g = _begin(g, state, maximize, percentile_clipping)
     t, (beta1, beta2) = t - 1, betas
     delta = beta1 * state.get("delta", torch.zeros_like(p))
     if p.numel() > 1:
@@ -305,10 +306,10 @@ def _lg_matrices(g, state, meta_lr, beta2):
 
 def learned_gradient(p, g, state, *, lr=3e-2, size_lr_scale=0.1, meta_lr_scale=1.0,
                      betas=(0.9, 0.98), eps=1e-8, param_min_rms=1e-5, param_max_rms=2.0,
-                     lr_est_period=10, max_step_scale=2.0, max_size=None,
-                     maximize=False):  # fmt: skip
+                     lr_est_period=10, max_step_scale=2.0, max_size=None, maximize=False,
+                     percentile_clipping=100):  # fmt: skip
     """icefall's draft, repaired as SPEC section 3 states it; t counts the previous steps."""
-    t, g = _begin(g, state, maximize, 100)
+    t, g = _begin(g, state, maximize, percentile_clipping)
     t, (beta1, beta2), n = t - 1, betas, p.numel()
     if t == 0:
         sizes = {d: k for d, k in enumerate(p.shape) if 1 < k < n and k <= (max_size or n)}

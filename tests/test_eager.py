@@ -39,17 +39,11 @@ def saved_and_loaded(state_dict):
     return torch.load(buffer, weights_only=True)
 
 
-RESUMED = [
-    (torch.float32, 1), (torch.float32, 3), (torch.float32, 6), (torch.bfloat16, 6),
-    (torch.float16, 3), (torch.float64, 6),
-]  # fmt: skip
-
-
-@pytest.mark.parametrize(("dtype", "at"), RESUMED, ids=str)
+@pytest.mark.parametrize(("dtype", "at"), [(torch.float32, 1), (torch.bfloat16, 6)], ids=str)
 @BITS
 @BOTH
 def test_resume_is_bit_exact(cls, bits, dtype, at):
-    """In the middle of the four steps of a size, before and after matrices have moved."""
+    """Within the four steps of a size, before and after matrices moved; more in test_checkpoint."""
     whole = train(made(cls, mixed_parameters(dtype), bits), at)
     params = [torch.nn.Parameter(p.detach().clone()) for p in whole.param_groups[0]["params"]]
     resumed = made(cls, params, bits)

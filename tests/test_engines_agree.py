@@ -11,8 +11,10 @@ COMPILED = ("numba", "triton")
 LARGE = 100_000  # elements; Triton's interpreter takes seconds for more
 SMALL_SHAPES = [shape for shape in cases.SHAPES if np.prod(shape) <= LARGE]
 BITS = pytest.mark.parametrize("bits", [8, 32])
-CLASSES = pytest.mark.parametrize("case", cases.one_per_class(), ids=lambda case: case.id)
-BY_ID = pytest.mark.parametrize("case", cases.ALL_CASES, ids=lambda case: case.id)
+CLASSES = pytest.mark.parametrize(
+    "case", cases.one_per_class(cases.FUSED_CASES), ids=lambda case: case.id
+)
+BY_ID = pytest.mark.parametrize("case", cases.FUSED_CASES, ids=lambda case: case.id)
 
 
 @pytest.fixture(params=COMPILED)

@@ -208,7 +208,7 @@ def test_a_gradient_of_another_shape(case):
 
 
 @pytest.mark.parametrize(
-    "case", [case for case in ONE_PER_CLASS if not case.moves_all], ids=lambda case: case.name
+    "case", [case for case in ONE_PER_CLASS if case.fused], ids=lambda case: case.name
 )
 def test_fused_on_an_engine_that_does_not_fuse(case):
     (p,) = parameters(torch.float64, [(300,)])

@@ -13,7 +13,9 @@ pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA or ROCm device"),
 ]
 SHAPES = [(1,), (255,), (257,), (64, 147), (1000, 1000), (3, 512), (0,), (), (4096, 300)]
-BY_CASE = pytest.mark.parametrize("case", cases.one_per_class(), ids=lambda case: case.id)
+BY_CASE = pytest.mark.parametrize(
+    "case", cases.one_per_class(cases.FUSED_CASES), ids=lambda case: case.id
+)
 BITS = pytest.mark.parametrize("bits", [8, 32])
 
 

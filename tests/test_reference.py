@@ -9,7 +9,6 @@ import reference
 import reference_codec
 
 STEPS = 24
-EVERY_CASE = cases.CASES + cases.CASES_FAMILY + cases.CASES_ICEFALL
 
 AGAINST_TORCH = [
     (reference.sgd, torch.optim.SGD, {}),
@@ -159,7 +158,7 @@ def test_percentile_clipping_bounds_the_norm_by_the_recorded_percentile():
     assert sorted(state["gnorm_vec"])[-2:] == [1.0, 1e4]
 
 
-@pytest.mark.parametrize("case", EVERY_CASE, ids=lambda case: case.id)
+@pytest.mark.parametrize("case", cases.ALL_CASES, ids=lambda case: case.id)
 def test_every_case_stays_finite_on_every_track(case):
     tracks = list(cases.TRACKS.values())
     values, states = cases.walk_reference(
