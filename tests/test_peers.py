@@ -61,12 +61,12 @@ class Row:
         return f"{self.peer}({','.join(f'{k}={v}' for k, v in options.items())})"
 
 
-def _bnb(name, theirs, ours=None, fault=None, **more):
+def _bnb(name, theirs, ours=None, family=None, **more):
     """bitsandbytes computes in fp32 whatever the parameter."""
-    family = name.removesuffix("32bit")
+    family = family or name.removesuffix("32bit")
     ours = theirs if ours is None else ours
     more = {"dtype": torch.float32, "rtol": 3e-5, **more}
-    return Row(f"bitsandbytes.optim.{name}", theirs, family, ours, fault=fault, **more)
+    return Row(f"bitsandbytes.optim.{name}", theirs, family, ours, **more)
 
 
 def _capped(max_unorm):
@@ -120,6 +120,11 @@ BITSANDBYTES = [
     _bnb("AdEMAMix", {"alpha": 2.0, "betas": (0.8, 0.9, 0.99), "t_beta3": 4}),
     _bnb("AdEMAMix32bit", {}, raises=RuntimeError,
          fault="bitsandbytes' AdEMAMix32bit allocates one average where its rule keeps two"),
+    # On a GPU its LAMB and LARS are the kernels of Adam and SGD with these caps as the default.
+    _bnb("Adam32bit", _capped(1.0), {}, family="LAMB", tracks=NOT_SCALAR),
+    _bnb("Adam32bit", {**DECAY, **_capped(0.02)}, {**DECAY, "max_unorm": 0.02}, family="LAMB",
+         tracks=NOT_SCALAR),
+    _bnb("SGD32bit", {**MOMENTUM, **_capped(0.02)}, MOMENTUM, family="LARS", tracks=NOT_SCALAR),
     _bnb("LARS32bit", MOMENTUM, fault=NO_CPU_RULE, raises=KeyError),
     _bnb("LAMB32bit", {}, fault=NO_CPU_RULE, raises=KeyError),
 ]  # fmt: skip
