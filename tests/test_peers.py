@@ -85,7 +85,6 @@ ROUND = {"momentum": 0.9, "weight_decay": 0.1}  # SGD's usual round of options
 TRUST = {"trust_coefficient": 1.0}
 VERSION_3 = {"bias_correction": False, "weight_norm_bounds": (0.0, 10.0)}  # of LAMB's paper
 SCHEDULES = {"t_alpha": 5, "t_beta3": 6}
-NO_CPU_RULE = "bitsandbytes' CPU backend has no rule of this name"
 BITSANDBYTES = [
     _bnb("Adam32bit", {}),
     _bnb("Adam32bit", DECAY, {**DECAY, "decoupled_weight_decay": True}),
@@ -120,13 +119,15 @@ BITSANDBYTES = [
     _bnb("AdEMAMix", {"alpha": 2.0, "betas": (0.8, 0.9, 0.99), "t_beta3": 4}),
     _bnb("AdEMAMix32bit", {}, raises=RuntimeError,
          fault="bitsandbytes' AdEMAMix32bit allocates one average where its rule keeps two"),
-    # On a GPU its LAMB and LARS are the kernels of Adam and SGD with these caps as the default.
+    # Its LAMB is Adam's kernel under a cap, its LARS32bit SGD's if any backend had a rule for it.
     _bnb("Adam32bit", _capped(1.0), {}, family="LAMB", tracks=NOT_SCALAR),
     _bnb("Adam32bit", {**DECAY, **_capped(0.02)}, {**DECAY, "max_unorm": 0.02}, family="LAMB",
          tracks=NOT_SCALAR),
     _bnb("SGD32bit", {**MOMENTUM, **_capped(0.02)}, MOMENTUM, family="LARS", tracks=NOT_SCALAR),
-    _bnb("LARS32bit", MOMENTUM, fault=NO_CPU_RULE, raises=KeyError),
-    _bnb("LAMB32bit", {}, fault=NO_CPU_RULE, raises=KeyError),
+    _bnb("LARS32bit", MOMENTUM, raises=KeyError,
+         fault="bitsandbytes has a rule of the name lars in 8 bits only"),
+    _bnb("LAMB32bit", {}, raises=KeyError,
+         fault="bitsandbytes' CPU backend has no rule of the name lamb"),
 ]  # fmt: skip
 
 
