@@ -24,7 +24,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks import measure, registry, report, shapes, verify
+from benchmarks import measure, registry, report, shapes, traffic, verify
 
 LOCAL_RESULTS = Path(__file__).resolve().parent / "results" / "local"
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
@@ -59,7 +59,6 @@ class Contender:
         family: what it is compared with: rows of one family and workload stand together.
         module, cls: where its class is.
         options: of the constructor.
-        extra_reads: what a step reads once more for a norm, a name for every time.
     """
 
     name: str
@@ -67,7 +66,6 @@ class Contender:
     module: str
     cls: str
     options: Mapping[str, object] = field(default_factory=dict)
-    extra_reads: tuple[str, ...] = ()
 
     @property
     def ours(self) -> bool:
@@ -91,8 +89,8 @@ class Contender:
 
 
 def _contenders() -> Iterator[Contender]:
-    def ours(cls: str, family: str, *extra_reads: str, **options: object) -> Contender:
-        return Contender(cls, family, "lowbit_optim", cls, options, extra_reads)
+    def ours(cls: str, family: str, **options: object) -> Contender:
+        return Contender(cls, family, "lowbit_optim", cls, options)
 
     def other(library: str, cls: str, family: str, **options: object) -> Contender:
         module = {"torchao": "torchao.optim", "bitsandbytes": "bitsandbytes.optim"}
@@ -106,12 +104,12 @@ def _contenders() -> Iterator[Contender]:
     yield ours("Lion8bit", "Lion")
     yield other("bitsandbytes", "Lion8bit", "Lion")
     yield other("flashoptim", "FlashLion", "Lion")
-    yield ours("LARS8bit", "LARS", "param", "grad", **LARS)
+    yield ours("LARS8bit", "LARS", **LARS)
     yield Contender("torch SGD", "LARS", "torch.optim", "SGD", {"fused": True, **SGD})
     yield other("bitsandbytes", "LARS8bit", "LARS", **SGD)
-    yield ours("LAMB8bit", "LAMB", "param", "grad", "state", trust_coefficient=1.0)
+    yield ours("LAMB8bit", "LAMB", trust_coefficient=1.0)
     yield other("bitsandbytes", "LAMB8bit", "LAMB")
-    yield ours("LANS8bit", "LANS", "param", "grad", "param", "grad", "state")
+    yield ours("LANS8bit", "LANS")
 
 
 CONTENDERS = {contender.name: contender for contender in _contenders()}
@@ -121,7 +119,10 @@ def bytes_of_step(contender: Contender, params: list[torch.nn.Parameter], state:
     """Bytes that a step moves at least: p and state read and written, g read, norms read again."""
     size = sum(p.numel() * p.element_size() for p in params)
     again = {"param": size, "grad": size, "state": state}
-    return 3 * size + 2 * state + sum(again[name] for name in contender.extra_reads)
+    reads: list[str] = []
+    if contender.ours:
+        reads = traffic.extra_reads(contender.make([torch.nn.Parameter(torch.zeros(1))], LR))
+    return 3 * size + 2 * state + sum(again[name] for name in reads)
 
 
 def _parameters(

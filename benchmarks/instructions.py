@@ -21,9 +21,8 @@ from rich.console import Console
 from rich.table import Table
 
 import lowbit_optim
-from benchmarks import machine_code, report
+from benchmarks import machine_code, report, traffic
 from lowbit_optim_kernels import engine_triton
-from lowbit_optim_kernels.lower import reads
 from lowbit_optim_kernels.rules import Rule
 
 LOCAL_RESULTS = Path(__file__).resolve().parent / "results" / "local"
@@ -91,21 +90,6 @@ def rule_of(name: str) -> Rule:
     return optimizer._rule(optimizer.param_groups[0])
 
 
-def bytes_of(rule: Rule, name: str, dtype: torch.dtype, bits: int) -> float:
-    """Bytes per element that one pass reads and writes."""
-    width, update = dtype.itemsize, name == "update"
-    state = 1 + 4 / 256 if bits == 8 else 4
-    functions = [rule.direction] if update else [rule.phases[int(name[7:])].terms]
-    if not update and "u" in reads(functions[0]):
-        functions.append(rule.direction)
-    wanted = {read for fn in functions for read in reads(fn)}
-    moments = [moment.key for moment in rule.moments]
-    moved = width * ((update or "p" in wanted) + ("g" in wanted) + update)
-    if wanted & set(moments):
-        moved += state * len(moments)
-    return moved + (state * len(moments) if update else 0)
-
-
 def measure(name: str, dtype: str, bits: int, target: str, whole: bool = True) -> dict[str, Any]:
     """Compile all passes of one optimizer for one target and count them."""
     from triton.backends.compiler import GPUTarget
@@ -116,7 +100,7 @@ def measure(name: str, dtype: str, bits: int, target: str, whole: bool = True) -
     for kernel in engine_triton.passes(rule):
         compiled = engine_triton.compile_for(GPUTarget(backend, arch, lanes), rule, kernel, kind)
         counted = machine_code.count(compiled, TILE / (lanes * WARPS))
-        moved += bytes_of(rule, kernel, DTYPES[dtype], kind[2])
+        moved += traffic.bytes_of(rule, kernel, DTYPES[dtype], kind[2])
         passes.append({
             "pass": kernel,
             "instructions": round(counted.instructions, 1),

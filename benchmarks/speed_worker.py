@@ -11,20 +11,20 @@ from collections.abc import Mapping
 
 import torch
 
-from benchmarks import measure, registry, shapes, verify
+from benchmarks import measure, registry, shapes, traffic, verify
 from benchmarks.worker import emit
 
 _LR = 1e-3
 
 
-def bytes_per_element(entry: registry.Entry, state_bytes: int, count: int) -> float:
+def bytes_per_element(optimizer: torch.optim.Optimizer, count: int) -> float:
     """Bytes that one fp32 step has to move: p read and written, g read, state read and written.
 
     What a rule reads twice for a norm counts twice, whether or not a cache holds it.
     """
-    state = state_bytes / count
+    state = measure.state_bytes(optimizer) / count
     again = {"param": 4.0, "grad": 4.0, "state": state}
-    return 8.0 + 4.0 + 2.0 * state + sum(again[name] for name in entry.extra_reads)
+    return 8.0 + 4.0 + 2.0 * state + sum(again[name] for name in traffic.extra_reads(optimizer))
 
 
 def _tensors(case: str, device: torch.device) -> tuple[list, list, list]:
@@ -67,9 +67,9 @@ def time_pair(
     ratios = [mine / other for mine, other in zip(*times, strict=True)]
     result: dict[str, object] = {"ratio": measure.spread(ratios), "elements": count}
     result["ratio_of_minima"] = min(times[0]) / min(times[1])
-    sides = (("", entry, ours, times[0]), ("baseline_", baseline, theirs, times[1]))
-    for prefix, row, optimizer, seconds in sides:
-        moved = bytes_per_element(row, measure.state_bytes(optimizer), count)
+    sides = (("", ours, times[0]), ("baseline_", theirs, times[1]))
+    for prefix, optimizer, seconds in sides:
+        moved = bytes_per_element(optimizer, count)
         spread = measure.spread([1e3 * second for second in seconds])
         result[f"{prefix}ms"] = spread
         result[f"{prefix}bytes_per_element"] = round(moved, 3)

@@ -1,0 +1,121 @@
+"""Bytes that the passes of a step move between memory and processor.
+
+`python -m benchmarks.traffic` prints the table of docs/traffic.md. The count is derived from what
+the functions of a rule read; a test holds it against the addresses that the Numba engine's code
+touches.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+
+from benchmarks import registry
+from lowbit_optim_kernels.lower import reads
+from lowbit_optim_kernels.rules import Phase, Rule
+
+STATE = {8: 1 + 4 / 256, 32: 4.0}  # bytes of one element of a moment: a code and its share of scale
+COLUMNS = (
+    ("fp32, 8 bits", 4, 8),
+    ("bf16, 8 bits", 2, 8),
+    ("fp32, 32 bits", 4, 32),
+)  # bytes of an element of parameter and gradient, bits of the state
+
+
+@dataclass(frozen=True)
+class Pass:
+    """One walk over all elements.
+
+    Attributes:
+        name: "reduce_0", ... for the norms, then "update".
+        reads, writes: of "p", "g" and the moments' keys. All that a pass touches twice it touches
+            while the tile is in the first-level cache or in registers, so it counts once.
+    """
+
+    name: str
+    reads: tuple[str, ...]
+    writes: tuple[str, ...]
+
+    def moved(self, width: int, bits: int) -> float:
+        """Bytes per element with `width` bytes an element of p and g and a state of `bits`."""
+        touched = (*self.reads, *self.writes)
+        return sum(width if name in ("p", "g") else STATE[bits] for name in touched)
+
+
+def _reduction(rule: Rule, name: str, phase: Phase) -> Pass:
+    """A norm: it reads what its terms read, and what the direction reads if they need that."""
+    wanted = set(reads(phase.terms))
+    if "u" in wanted:
+        wanted |= set(reads(rule.direction))
+    moments = tuple(moment.key for moment in rule.moments)
+    # An engine decodes all moments if a pass reads any.
+    state = moments if wanted & set(moments) else ()
+    return Pass(name, tuple(name for name in "pg" if name in wanted) + state, ())
+
+
+def passes(rule: Rule) -> list[Pass]:
+    """The passes of a step, in their order."""
+    moments = tuple(moment.key for moment in rule.moments)
+    norms = [_reduction(rule, f"reduce_{k}", phase) for k, phase in enumerate(rule.phases)]
+    return [*norms, Pass("update", ("p", "g", *moments), ("p", *moments))]
+
+
+def bytes_of(rule: Rule, name: str, dtype: torch.dtype, bits: int) -> float:
+    """Bytes per element that the pass `name` reads and writes."""
+    (found,) = (one for one in passes(rule) if one.name == name)
+    return found.moved(dtype.itemsize, bits)
+
+
+def rule_of(optimizer: torch.optim.Optimizer) -> Rule | None:
+    """The rule of an optimizer's first group; None of another library's, Cain or LearnedGradient.
+
+    These two are composed of torch operations.
+    """
+    try:
+        return optimizer._rule(optimizer.param_groups[0])
+    except (AttributeError, NotImplementedError):
+        return None
+
+
+def extra_reads(optimizer: torch.optim.Optimizer) -> list[str]:
+    """What the norms of a step read once more, of "param", "grad" and "state"."""
+    rule = rule_of(optimizer)
+    again: list[str] = []
+    for one in passes(rule)[:-1] if rule else ():
+        names = ["param" if n == "p" else "grad" if n == "g" else "state" for n in one.reads]
+        again += dict.fromkeys(names)
+    return again
+
+
+def rules() -> Iterator[tuple[str, Rule]]:
+    """Every optimizer of the registry that has a rule, with the registry's options."""
+    for entry in registry.REGISTRY.values():
+        if entry.twin is not None and entry.peer is None:
+            rule = rule_of(entry.make([torch.nn.Parameter(torch.zeros(1))], 1e-3))
+            if rule is not None:
+                yield entry.name.replace("8bit", ""), rule
+
+
+def table() -> str:
+    """The table of docs/traffic.md: a row for each pass, and the sum where there are several."""
+    head = ("optimizer", "pass", "reads", "writes", *(name for name, _, _ in COLUMNS))
+    rows = [head, ("---",) * len(head)]
+    for name, rule in rules():
+        walked = passes(rule)
+        for one in walked:
+            moved = (f"{one.moved(width, bits):.2f}" for _, width, bits in COLUMNS)
+            rows.append((name, one.name, _codes(one.reads), _codes(one.writes), *moved))
+        if len(walked) > 1:
+            sums = (sum(one.moved(width, bits) for one in walked) for _, width, bits in COLUMNS)
+            rows.append((name, "**all**", "", "", *(f"**{total:.2f}**" for total in sums)))
+    return "\n".join(f"| {' | '.join(row)} |" for row in rows)
+
+
+def _codes(names: tuple[str, ...]) -> str:
+    return ", ".join(f"`{name}`" for name in names)
+
+
+if __name__ == "__main__":
+    print(table())

@@ -1,0 +1,199 @@
+"""The bytes that a step is said to move are those that the Numba engine's code touches.
+
+The generated module is run as plain Python. Its primitives record every address and compute with
+NumPy instead.
+"""
+
+import inspect
+import itertools
+import re
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from benchmarks import registry, traffic
+from lowbit_optim_kernels import numba_element, numba_source
+from lowbit_optim_kernels import rules_adagrad as adagrad
+from lowbit_optim_kernels import rules_adam as adam
+from lowbit_optim_kernels import rules_ademamix as ademamix
+from lowbit_optim_kernels import rules_eve as eve
+from lowbit_optim_kernels import rules_lamb as lamb
+from lowbit_optim_kernels import rules_lans as lans
+from lowbit_optim_kernels import rules_lion as lion
+from lowbit_optim_kernels import rules_rmsprop as rmsprop
+from lowbit_optim_kernels import rules_sgd as sgd
+
+PAGE = Path(__file__).resolve().parent.parent / "docs" / "traffic.md"
+FACTORIES = (
+    adagrad.adagrad_rule, adam.adam_rule, ademamix.ademamix_rule, eve.eve_rule, lamb.lamb_rule,
+    lans.lans_rule, lion.lion_rule, rmsprop.rmsprop_rule, sgd.sgd, sgd.lars,
+)  # fmt: skip
+ROWS, ROW = 2, 1400  # a full tile of four blocks, a tile of one, a short block
+SHORT = ROWS * (ROW % 256)  # elements of short blocks
+BLOCKS = ROWS * 6
+AREA = 1 << 32  # distance between operands, and where scratch memory begins
+WIDTH = {"f32": 4, "bf16": 2}
+
+
+def every_rule():
+    """(name, rule) for every choice of options of every factory, equal rules once."""
+    for factory in FACTORIES:
+        seen = set()
+        for options in itertools.product(
+            (False, True), repeat=len(inspect.signature(factory).parameters)
+        ):
+            rule = factory(*options)
+            if rule not in seen:
+                seen.add(rule)
+                yield pytest.param(rule, id=f"{rule.name}-{''.join('01'[on] for on in options)}")
+
+
+class Recorder:
+    """Stands for `numba_element`: notes what is read and written at which address."""
+
+    def __init__(self, operands):
+        """operands: names of areas; area k is [k AREA, (k + 1) AREA), scratch memory is beyond."""
+        self.operands = operands
+        self.touched = {(name, kind): [] for name in operands for kind in ("read", "write")}
+        self.top = AREA * len(operands)
+
+    def note(self, kind, at, size):
+        area = at // AREA
+        if area < len(self.operands):
+            self.touched[self.operands[area], kind] += range(at, at + size)
+
+    def load(self, width):
+        def load(at):
+            self.note("read", at, 16 * width)
+            return np.ones(16, np.float32)
+
+        return load
+
+    def store(self, width):
+        return lambda at, x: self.note("write", at, 16 * width)
+
+    def read_f32(self, at):
+        self.note("read", at, 4)
+        return np.float32(1)
+
+    def decode(self, codes, scale, row, n):
+        self.note("read", codes, n)
+
+    def encode(self, row, largest, codes, n):
+        self.note("write", codes, n)
+
+    def stack(self, size):
+        self.top += AREA
+        return self.top
+
+    def enter(self, home, spare, size, n, width, pad):
+        if size == n:
+            return home
+        self.note("read", home, size * width)
+        return spare
+
+    def leave(self, home, at, size, width):
+        if at != home:
+            self.note("write", home, size * width)
+
+    def namespace(self):
+        names = {
+            "njit": lambda **_: lambda function: function,
+            "INFINITY": np.float32("inf"), "f32": np.float32, "abs": np.abs, "sign": np.sign,
+            "sqrt": np.sqrt, "where": np.where, "maximum": np.maximum, "minimum": np.minimum,
+            "finite": np.isfinite, "only_finite": lambda x: x, "splat": lambda x: np.full(16, x),
+            "rounded": np.multiply, "total": np.sum, "highest": np.max,
+            "reach": lambda top, x: np.maximum(top, np.abs(x)),
+            "decode_s": self.decode, "decode_u": self.decode, "encode_s": self.encode,
+            "encode_u": self.encode, "stack": self.stack, "enter": self.enter,
+            "leave": self.leave, "read_f32": self.read_f32,
+            "write_f32": lambda at, x: self.note("write", at, 4),
+        }  # fmt: skip
+        for kind, width in numba_source.SIZE.items():
+            names[f"load_{kind}"], names[f"store_{kind}"] = self.load(width), self.store(width)
+        return names
+
+
+def touched(rule, name, kind, bits):
+    """Addresses that pass `name` of the generated code reads and writes, by operand."""
+    keys = [moment.key for moment in rule.moments]
+    recorder = Recorder(["p", "g", "step", *keys, *(f"absmax_{key}" for key in keys)])
+    text = numba_source.element_module(rule, kind, kind, bits)
+    names = recorder.namespace()
+    imported = "from lowbit_optim_kernels.numba_element import *"
+    assert imported in text
+    exec(text.replace(imported, ""), names)
+    columns = len(recorder.operands)
+    address = np.arange(columns, dtype=np.int64)[None] * AREA
+    geometry = np.array([[ROWS, ROW, BLOCKS // ROWS, ROWS * ROW]])
+    hyper = np.full(len(numba_source.hyper_names(rule)), 0.5)
+    scalars = np.full((1, 1 + len(rule.scalars())), 0.5)
+    arguments = [0, 1, address, geometry, np.array([[0, 0, BLOCKS]]), hyper, scalars]
+    if name != "update":
+        terms = rule.phases[int(name.removeprefix("reduce_"))].terms.gives
+        arguments.append(np.zeros((1, len(terms))))
+    with np.errstate(all="ignore"):
+        names[name](*arguments)
+    return recorder.touched
+
+
+def test_the_recorder_has_every_primitive():
+    assert set(Recorder([]).namespace()) == set(numba_element.__all__)
+
+
+@pytest.mark.parametrize("rule", list(every_rule()))
+@pytest.mark.parametrize(("kind", "bits"), [("f32", 8), ("bf16", 8), ("f32", 32)])
+def test_each_pass_touches_what_is_counted(rule, kind, bits):
+    for walk in traffic.passes(rule):
+        seen = touched(rule, walk.name, kind, bits)
+        for operation, wanted in (("read", walk.reads), ("write", walk.writes)):
+            for name in ("p", "g", *(moment.key for moment in rule.moments)):
+                width = WIDTH[kind] if name in "pg" else 1 if bits == 8 else 4
+                addresses = seen[name, operation]
+                # p and g of a short block are copied into padded memory, also where only p is read.
+                copied = SHORT if name in "pg" and operation == "read" else 0
+                assert len(addresses) == width * (ROWS * ROW if name in wanted else copied)
+                assert len(set(addresses)) == len(addresses), "no byte twice in one pass"
+                if name in "pg" or bits == 32:
+                    continue
+                # A new scale is read once more, to encode with it, just after it was stored.
+                scales = set(seen[f"absmax_{name}", operation])
+                assert len(scales) == (4 * BLOCKS if name in wanted else 0)
+
+
+def test_bytes_of_whole_blocks():
+    rule = adam.adam_rule(False, False, False)
+    (update,) = traffic.passes(rule)
+    assert update.moved(4, 8) == 4 + 4 + 4 + 4 * (1 + 4 / 256)
+    assert update.moved(2, 8) == 2 + 2 + 2 + 4 * (1 + 4 / 256)
+    assert update.moved(4, 32) == 28
+
+
+@pytest.mark.parametrize(
+    ("name", "total"),
+    [("LARS8bit-paper", 22), ("LARS8bit-cap", 23), ("LAMB8bit", 26), ("LANS8bit", 34),
+     ("Eve8bit", 20), ("Lion8bit", 14), ("AdEMAMix8bit", 18)],
+)  # fmt: skip
+def test_bytes_of_a_step(name, total):
+    optimizer = registry.REGISTRY[name].make([torch.nn.Parameter(torch.zeros(1))], 0.1)
+    rule = traffic.rule_of(optimizer)
+    assert sum(walk.moved(4, 8) for walk in traffic.passes(rule)) == pytest.approx(total, abs=0.1)
+
+
+def test_what_norms_read_again():
+    def again(name):
+        made = registry.REGISTRY[name].make([torch.nn.Parameter(torch.zeros(1))], 0.1)
+        return traffic.extra_reads(made)
+
+    assert again("torch.optim.AdamW") == again("AdamW8bit") == again("Cain8bit") == []
+    assert again("LANS8bit") == ["param", "grad", "param", "grad", "state"]
+    assert again("Eve8bit") == ["param"]
+
+
+def test_the_page_has_the_table():
+    (shown,) = re.findall(
+        r"<!-- table:start -->\n\n(.*?)\n\n<!-- table:end -->", PAGE.read_text(), re.S
+    )
+    assert shown == traffic.table()
