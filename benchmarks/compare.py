@@ -63,6 +63,7 @@ def train_all(
         "quality": quality,
         "state_bytes": runs[0]["state_bytes"],
         "bytes_per_param": runs[0]["state_bytes"] / runs[0]["params"],
+        "share_8bit": min(run["share_8bit"] for run in runs),
         "ms_per_step": measure.spread(times),
         **memory,
         "params": runs[0]["params"],
@@ -110,7 +111,7 @@ def compare_task(
     }
 
 
-def _progress(console: Console) -> Progress:
+def bars(console: Console) -> Progress:
     """A bar an optimizer; a few refreshes a second, because the cores are busy training.
 
     In a pipe or a log there is a line for each finished optimizer instead.
@@ -128,7 +129,12 @@ def _progress(console: Console) -> Progress:
     )
 
 
-def _resolve_device(device: str) -> str:
+def resolve_device(device: str) -> str:
+    """What "auto" stands for here.
+
+    Raises:
+        ValueError: it is another word, or a GPU that torch does not see.
+    """
     if device == "auto":
         return "cuda" if torch.cuda.is_available() else "cpu"
     if device not in ("cpu", "cuda"):
@@ -161,7 +167,7 @@ def main(
     options = {"task": task, "optimizer": optimizer, "seeds": seeds, "steps": steps, "lr": lr,
                "device": device, "threads": threads}  # fmt: skip
     try:
-        used = _resolve_device(device)
+        used = resolve_device(device)
         plan = list(_plan(task or ["gpt", "mnist"], optimizer or []))
     except ValueError as error:
         raise typer.BadParameter(str(error)) from error
@@ -169,7 +175,7 @@ def main(
             "threads": threads or report.cores()}  # fmt: skip
     results = {}
     try:
-        with tempfile.TemporaryDirectory() as folder, _progress(console) as progress:
+        with tempfile.TemporaryDirectory() as folder, bars(console) as progress:
             for one, entries in plan:
                 results[one.name] = compare_task(one, entries, spec, progress, Path(folder))
     except RuntimeError as error:

@@ -6,7 +6,7 @@ import hashlib
 import json
 import math
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import torch
 
@@ -57,18 +57,25 @@ def train(
     data: workloads.Data,
     seed: int,
     spec: Mapping[str, object],
+    progress: Callable[..., None] = emit,
 ) -> dict[str, object]:
-    """One run; progress goes to the parent.
+    """One run; progress goes to the parent, or to where `progress` puts it.
+
+    A `min_8bit_size` in `spec` replaces the optimizer's own, where it has one.
 
     Returns:
         `quality` (None if the loss stopped being finite), `losses` by step in nats, `step_ms`,
-        milliseconds of every `optimizer.step()`, `state_bytes`, `params`, `weights`.
+        milliseconds of every `optimizer.step()`, `state_bytes`, `share_8bit` (of the parameters,
+        those with 8-bit moments), `params`, `weights`.
     """
     steps, device = int(spec["steps"]), torch.device(spec["device"])
     torch.manual_seed(seed)
     model = task.model().to(device)
     batches = torch.Generator().manual_seed(seed)
     optimizer = entry.make(model.parameters(), float(spec["lr"]))
+    for group in optimizer.param_groups:
+        if "min_8bit_size" in group and spec.get("min_8bit_size") is not None:
+            group["min_8bit_size"] = spec["min_8bit_size"]
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: schedule(step, steps))
     result = {"weights": fingerprint(model), "params": sum(p.numel() for p in model.parameters())}
     losses, step_ms, finite = [], [], True
@@ -85,12 +92,13 @@ def train(
             break
         losses.append(round(value, 4))
         if step % _REPORT_EVERY == 0 or step == steps - 1:
-            emit("step", seed=seed, step=step + 1, loss=value)
+            progress("step", seed=seed, step=step + 1, loss=value)
     model.eval()
     with torch.no_grad():
         quality = task.quality(model, data, device) if finite else None
     result.update(quality=quality, losses=losses, step_ms=step_ms)
     result["state_bytes"] = measure.state_bytes(optimizer)
+    result["share_8bit"] = measure.share_8bit(optimizer)
     return result
 
 

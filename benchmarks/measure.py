@@ -33,6 +33,18 @@ def state_bytes(optimizer: torch.optim.Optimizer) -> int:
     return sum(sizes.values())
 
 
+def share_8bit(optimizer: torch.optim.Optimizer) -> float:
+    """Of all parameters, the share whose moments are 8-bit codes; a tensor's all are or none."""
+    coded = total = 0
+    for group in optimizer.param_groups:
+        for param in group["params"]:
+            total += param.numel()
+            tensors = [t for t in optimizer.state[param].values() if isinstance(t, torch.Tensor)]
+            if any(t.dtype == torch.uint8 and t.shape == param.shape for t in tensors):
+                coded += param.numel()
+    return coded / total
+
+
 def _status(field: str) -> int | None:
     """A field of the kernel's account of this process in bytes, None where there is none."""
     if not _STATUS.exists():
