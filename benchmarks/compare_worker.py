@@ -12,6 +12,7 @@ import torch
 
 from benchmarks import measure, registry, workloads
 from benchmarks.worker import emit
+from lowbit_optim_kernels.dynamic8 import TOP_CODE, ZERO_CODE
 
 _REPORT_EVERY = 5
 
@@ -51,6 +52,27 @@ def load_engine(entry: registry.Entry, device: torch.device) -> dict[str, float 
     return {"first_step_s": round(took, 3), "engine_mib": grown}
 
 
+def coarsen(optimizer: torch.optim.Optimizer, every: int) -> None:
+    """After each step round all 8-bit codes to every `every`-th one, counted from zero's.
+
+    What is not negative and not zero stays so, as in the code itself.
+    """
+    groups = optimizer.param_groups
+    signed = {m.key: m.signed for group in groups for m in optimizer._moments(group)}
+
+    def after(*_: object) -> None:
+        for state in optimizer.state.values():
+            for key, is_signed in signed.items():
+                codes, zero = state[key], ZERO_CODE[is_signed]
+                if codes.dtype == torch.uint8:
+                    coarse = ((codes.int() - zero) / every).round() * every + zero
+                    if not is_signed:
+                        coarse = coarse.maximum(codes.clamp(max=1))
+                    codes.copy_(coarse.clamp(0, TOP_CODE))
+
+    optimizer.register_step_post_hook(after)
+
+
 def train(
     task: workloads.Task,
     entry: registry.Entry,
@@ -61,7 +83,8 @@ def train(
 ) -> dict[str, object]:
     """One run; progress goes to the parent, or to where `progress` puts it.
 
-    A `min_8bit_size` in `spec` replaces the optimizer's own, where it has one.
+    A `min_8bit_size` in `spec` replaces the optimizer's own, where it has one; `coarsen` in `spec`
+    is for the control of `equivalence`.
 
     Returns:
         `quality` (None if the loss stopped being finite), `losses` by step in nats, `step_ms`,
@@ -76,6 +99,8 @@ def train(
     for group in optimizer.param_groups:
         if "min_8bit_size" in group and spec.get("min_8bit_size") is not None:
             group["min_8bit_size"] = spec["min_8bit_size"]
+    if spec.get("coarsen"):
+        coarsen(optimizer, int(spec["coarsen"]))
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: schedule(step, steps))
     result = {"weights": fingerprint(model), "params": sum(p.numel() for p in model.parameters())}
     losses, step_ms, finite = [], [], True

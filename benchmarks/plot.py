@@ -1,11 +1,15 @@
-"""The loss curves of a comparison."""
+"""The loss curves of a comparison, and the intervals of an equivalence test."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 
 def _smooth(losses: np.ndarray) -> np.ndarray:
@@ -15,13 +19,19 @@ def _smooth(losses: np.ndarray) -> np.ndarray:
     return (total[:, width:] - total[:, :-width]) / width
 
 
-def loss_curves(path: Path, results: Mapping[str, Mapping[str, object]]) -> None:
-    """Write a PNG: a panel a task, the mean over seeds a line, the range over seeds a band."""
+def _figure(width: float, height: float) -> Figure:
+    """A figure that needs no display."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(7 * len(results), 4.5), layout="constrained")
+    figure = Figure(figsize=(width, height), layout="constrained")
     FigureCanvasAgg(figure)
+    return figure
+
+
+def loss_curves(path: Path, results: Mapping[str, Mapping[str, object]]) -> None:
+    """Write a PNG: a panel a task, the mean over seeds a line, the range over seeds a band."""
+    figure = _figure(7 * len(results), 4.5)
     panels = figure.subplots(1, len(results), squeeze=False)[0]
     for panel, result in zip(panels, results.values(), strict=True):
         for name, row in result["optimizers"].items():
@@ -41,3 +51,38 @@ def loss_curves(path: Path, results: Mapping[str, Mapping[str, object]]) -> None
         panel.legend()
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=110)
+
+
+def intervals(path: Path, report: Mapping[str, object]) -> None:
+    """Write a PNG of an equivalence test: a row a pair, its interval, every seed a faint dot."""
+    pairs, margin = report["pairs"], report["margin"]
+    figure = _figure(8, 1.4 + 0.34 * len(pairs))
+    panel = figure.subplots()
+    panel.axvspan(-margin, margin, color="tab:green", alpha=0.12, linewidth=0)
+    panel.axvline(0, color="black", linewidth=0.6)
+    for row, pair in enumerate(pairs):
+        for count, difference in _counted(pair["differences"]):
+            panel.plot(
+                difference, row, "o", color="grey", alpha=0.3, markersize=2 + 1.2 * count**0.5
+            )
+        if pair["mean"] is None:
+            panel.text(0, row, " diverged", va="center", color="tab:red")
+            continue
+        colour = "tab:blue" if pair["equivalent"] else "tab:red"
+        panel.plot((pair["low"], pair["high"]), (row, row), color=colour, linewidth=2.5)
+        panel.plot(pair["mean"], row, "|", color=colour, markersize=11, markeredgewidth=2)
+    panel.set_yticks(range(len(pairs)), [pair["optimizer"] for pair in pairs])
+    panel.invert_yaxis()
+    panel.set_xlabel(
+        f"8 bits minus 32 bits, {report['metric']}: mean of {report['seeds']} seeds and its "
+        f"{100 * report['confidence']:g} % interval;\nshaded: the margin of ±{margin:g}; grey: "
+        "single seeds, larger where several coincide"
+    )
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=110)
+
+
+def _counted(differences: list[float | None]) -> list[tuple[int, float]]:
+    """How often each difference occurs; a run that diverged has none."""
+    finite = [difference for difference in differences if difference is not None]
+    return [(finite.count(one), one) for one in sorted(set(finite))]

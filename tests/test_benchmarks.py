@@ -8,6 +8,7 @@ import torch
 
 from benchmarks import (
     compare_worker,
+    intervals,
     measure,
     models,
     registry,
@@ -19,6 +20,7 @@ from benchmarks import (
 
 # These need the extra `cli`.
 compare_program = pytest.importorskip("benchmarks.compare")
+equivalence_program = pytest.importorskip("benchmarks.equivalence")
 speed_program = pytest.importorskip("benchmarks.speed")
 summary = pytest.importorskip("benchmarks.summary")
 typer = pytest.importorskip("typer")
@@ -283,3 +285,34 @@ def test_json_lists_stay_on_a_line(tmp_path):
     assert json.loads(text) == {"x": [1, 2.5], "y": {"z": [[1], [2, 3]]}}
     with pytest.raises(ValueError, match="not JSON compliant"):
         report.write_json(tmp_path / "b.json", {"x": math.nan})
+
+
+def test_equivalence_writes_its_record_and_fails_outside_the_margin(tmp_path):
+    pytest.importorskip("sklearn")
+    pytest.importorskip("matplotlib")
+    result = run(
+        equivalence_program, "--optimizer", "Lion8bit", "--seeds", 2, "--steps", 2,
+        "--threads", 1, "--device", "cpu", "--margin", 1e-9, "--out", tmp_path,
+    )  # fmt: skip
+    written = json.loads((tmp_path / "equivalence.json").read_text())
+    (pair,) = written["pairs"]
+    assert (pair["twin"], pair["share_8bit"], pair["lr"]) == ("Lion32bit", 1.0, 1e-3)
+    assert len(pair["quality_8bit"]) == len(pair["quality_32bit"]) == written["seeds"] == 2
+    assert result.exit_code == (0 if pair["equivalent"] else 1), result.output
+    assert (tmp_path / "equivalence.png").read_bytes()[:4] == b"\x89PNG"
+    again = run(equivalence_program, "--markdown", tmp_path / "equivalence.json")
+    assert again.output.startswith(f"| {' | '.join(intervals.HEAD)} |")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--optimizer", "AdamW32bit"), "has no 32-bit twin"),
+        (("--task", "gpt"), "has no accuracy"),
+        (("--seeds", "1"), "Invalid value for '--seeds'"),
+    ],
+)
+def test_equivalence_refuses(arguments, message):
+    result = run(equivalence_program, *arguments)
+    assert result.exit_code == 2
+    assert message in result.output
