@@ -1,21 +1,13 @@
 """The CPU engine: the rules through Numba and LLVM, all tensors of a group in one call per pass.
 
-Blocks are dealt out in chunks to a small pool of Python threads; the compiled functions release
-the GIL. (Numba's own threading layers are not used: the default one aborts the process when two
-threads call it at once, and OpenMP's does when a forked child does.) Results do not depend on the
-number of threads: sums are formed per chunk and then added in a fixed order.
+Blocks are dealt out in chunks to threads (`numba_threads`). Results do not depend on their number:
+sums are formed per chunk and then added in a fixed order.
 """
 
 from __future__ import annotations
 
-import contextlib
 import importlib
 import inspect
-import itertools
-import os
-import threading
-from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cache
 from types import ModuleType
@@ -26,7 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from . import numba_source
+from . import numba_shared, numba_source, numba_threads
 from .dynamic8 import BLOCK
 from .lower import hyper_names, import_source
 from .plan import Batch, Slot, clips, phase_count
@@ -35,7 +27,6 @@ from .rules import Rule
 NAME = "numba"
 KIND = {torch.float32: "f32", torch.bfloat16: "bf16", torch.float16: "f16"}
 CHUNK = 64  # blocks
-PIECES = 8  # shares of the chunks per thread: a thread that lags takes fewer
 ALONE = 1 << 16  # elements; fewer are not worth waking a thread for
 
 _HELPERS = (
@@ -69,53 +60,7 @@ def _elements(rule: Rule, p_kind: str, g_kind: str, bits: int) -> ModuleType:
 
 @cache
 def _shared() -> ModuleType:
-    return import_source("shared", numba_source.SHARED, _depends())
-
-
-class _Pool:
-    """Threads that share out pieces of work; made anew in a forked child."""
-
-    def __init__(self) -> None:
-        self.pid, self.size = os.getpid(), 0
-        self.executor: ThreadPoolExecutor | None = None
-        self.lock = threading.Lock()
-
-    def run(self, work: Callable[[int, int], None], count: int, threads: int) -> None:
-        """Call work(lo, hi) over ranges that cover range(count), on `threads` threads."""
-        threads = min(threads, count)
-        if threads <= 1:
-            work(0, count)
-            return
-        pieces = min(count, threads * PIECES)
-        bounds = [count * k // pieces for k in range(pieces + 1)]
-        ticket = itertools.count()  # next() of it is atomic
-
-        def share() -> None:
-            while (k := next(ticket)) < pieces:
-                work(bounds[k], bounds[k + 1])
-
-        with self.lock:
-            if self.executor is None or self.pid != os.getpid() or self.size < threads - 1:
-                self.pid, self.size = os.getpid(), threads - 1
-                self.executor = ThreadPoolExecutor(threads - 1, "lowbit_optim")
-            helpers: list[Future] = []
-            # While the interpreter shuts down there are no new futures: this thread does it all.
-            with contextlib.suppress(RuntimeError):
-                helpers.extend(self.executor.submit(share) for _ in range(threads - 1))
-        share()
-        for helper in helpers:
-            helper.result()
-
-
-_pool = _Pool()
-
-
-def _renew_lock_in_child() -> None:
-    _pool.lock = threading.Lock()  # the parent's may have been held at the fork
-
-
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_renew_lock_in_child)
+    return import_source("shared", numba_shared.SHARED, _depends())
 
 
 @dataclass
@@ -136,7 +81,12 @@ class _Plan:
     geometry: np.ndarray
     scalars: np.ndarray
     address: np.ndarray
-    pointers: list[int]
+    pointers: list[list[int]]
+
+    def tables(self, bucket: _Bucket, hyper: np.ndarray) -> list[int]:
+        """Addresses of what a pass over a bucket works on."""
+        arrays = (self.address, self.geometry, bucket.chunks, hyper, self.scalars)
+        return [array.ctypes.data for array in arrays]
 
 
 def _key(slot: Slot) -> tuple:
@@ -233,7 +183,7 @@ class NumbaRun:
         sums = np.zeros((len(self.batch.slots), names))
         for bucket in plan.buckets:
             partial = np.empty((len(bucket.chunks), names))
-            self._pass(bucket, getattr(bucket.module, name), partial)
+            self._pass(bucket, name, partial)
             _shared().add_up(bucket.chunks, partial, sums)
         return torch.from_numpy(sums)
 
@@ -251,15 +201,15 @@ class NumbaRun:
         if not self.live:
             return
         for bucket in self.plan.buckets:
-            self._pass(bucket, bucket.module.update)
+            self._pass(bucket, "update")
 
-    def _pass(self, bucket: _Bucket, function: Callable, *extra: np.ndarray) -> None:
-        plan, chunks, hyper = self.plan, bucket.chunks, self.hyper
-
-        def work(lo: int, hi: int) -> None:
-            function(lo, hi, plan.address, plan.geometry, chunks, hyper, plan.scalars, *extra)
-
-        _pool.run(work, len(chunks), self.threads if bucket.elements > ALONE else 1)
+    def _pass(self, bucket: _Bucket, name: str, partial: np.ndarray | None = None) -> None:
+        share = numba_threads.compiled_share(bucket.module, f"{name}_share")
+        work = [len(self.batch.slots), len(self.hyper), *self.plan.tables(bucket, self.hyper)]
+        if partial is not None:
+            work.append(partial.ctypes.data)
+        threads = self.threads if bucket.elements > ALONE else 1
+        numba_threads.run(share, len(bucket.chunks), threads, work)
 
 
 def start(batch: Batch) -> NumbaRun:
@@ -270,22 +220,23 @@ def start(batch: Batch) -> NumbaRun:
 def quantize(x: Tensor, signed: bool, rows: int, row: int, codes: Tensor, absmax: Tensor) -> None:
     """Quantize contiguous x of rows x row elements into codes and absmax; bad numbers give zero."""
     x = x.float()
-    blocks = rows * -(-row // BLOCK)
-    at = (x.data_ptr(), codes.data_ptr(), absmax.data_ptr())
-    threads = torch.get_num_threads() if x.numel() > ALONE else 1
-    function = _shared().quantize_signed if signed else _shared().quantize_unsigned
-    _pool.run(lambda lo, hi: function(lo, hi, row, *at), blocks, threads)
+    at = [row, x.data_ptr(), codes.data_ptr(), absmax.data_ptr()]
+    _code("quantize", signed, rows, row, at)
 
 
 def dequantize(
     codes: Tensor, absmax: Tensor, signed: bool, rows: int, row: int, out: Tensor
 ) -> None:
     """Write the values of codes (rows x row) with scales absmax into out."""
-    blocks = rows * -(-row // BLOCK)
     wide = out if out.dtype == torch.float32 else torch.empty_like(out, dtype=torch.float32)
-    at = (wide.data_ptr(), codes.data_ptr(), absmax.data_ptr())
-    threads = torch.get_num_threads() if out.numel() > ALONE else 1
-    function = _shared().dequantize_signed if signed else _shared().dequantize_unsigned
-    _pool.run(lambda lo, hi: function(lo, hi, row, *at), blocks, threads)
+    at = [row, wide.data_ptr(), codes.data_ptr(), absmax.data_ptr()]
+    _code("dequantize", signed, rows, row, at)
     if wide is not out:
         out.copy_(wide)
+
+
+def _code(name: str, signed: bool, rows: int, row: int, work: list[int]) -> None:
+    share = f"{name}_{'signed' if signed else 'unsigned'}_share"
+    threads = torch.get_num_threads() if rows * row > ALONE else 1
+    function = numba_threads.compiled_share(_shared(), share)
+    numba_threads.run(function, rows * -(-row // BLOCK), threads, work)

@@ -46,6 +46,8 @@ HAS_AVX512 = {"avx512f", "avx512bw", "avx512dq"} <= _features
 HAS_VBMI = HAS_AVX512 and "avx512vbmi" in _features
 
 MANTISSA, ONE, BELOW_TWO = 0x007FFFFF, 0x3F800000, 0x3FFFFFFF  # bit patterns of fp32
+# One ulp of the smallest midpoint, about 2**-22, times 2**DOWN.
+NUDGE = 2.0 ** (DOWN - 45)
 UPWARD = ir.Constant(i32, 10)  # round towards +infinity, no exceptions
 # Of a 4 x 4 matrix of 32-bit words: undoes the order that instructions on 128-bit lanes leave.
 TRANSPOSE = [4 * (i % 4) + i // 4 for i in range(16)]
@@ -133,16 +135,15 @@ def _lookup_32(b: ir.IRBuilder, table: np.ndarray, index: ir.Value) -> ir.Value:
     return call(b, "llvm.x86.avx512.vpermi2var.d.512", vector(i32), low, index, high)
 
 
-def _lower_ties(b: ir.IRBuilder, q: ir.Value) -> ir.Value:
-    """Negative numbers one ulp away from zero, so that their ties too take the lower code."""
-    bits = b.bitcast(q, vector(i32))
-    return b.bitcast(b.add(bits, b.lshr(bits, fill(i32, 31))), vector(f32))
+def _scaled(b: ir.IRBuilder, x: ir.Value, inverse: ir.Value) -> ir.Value:
+    """x times inverse, less so little that only the tie between a negative code and zero turns."""
+    return call(b, "llvm.fma.v16f32", vector(f32), x, inverse, fill(f32, -NUDGE))
 
 
 def _position_by_tables(b: ir.IRBuilder, x: ir.Value, inverse: ir.Value, signed: bool) -> ir.Value:
     """Signed: code - 127; unsigned: code + 1, or less for zero; i32 lanes."""
     if signed:
-        q = _lower_ties(b, b.fmul(x, inverse))
+        q = _scaled(b, x, inverse)
     else:  # rounded up, so that a positive number never becomes zero
         q = call(b, "llvm.x86.avx512.mul.ps.512", vector(f32), x, inverse, UPWARD)
     bits = b.bitcast(q, vector(i32))
@@ -176,8 +177,7 @@ def _codes_by_comparing(b: ir.IRBuilder, x: ir.Value, inverse: ir.Value, signed:
     """Codes of 16 numbers in generic vector instructions; i8 lanes."""
     tops, slopes = segments(signed)
     down = 2.0**DOWN
-    q = b.fmul(x, inverse)
-    q = _lower_ties(b, q) if signed else q
+    q = _scaled(b, x, inverse) if signed else b.fmul(x, inverse)
     y = fabs(b, q) if signed else q
     first = 0 if signed else 1
     slope, scale = fill(f32, slopes[first] / down), fill(f32, 2.0 ** (first + BIAS[signed]))
@@ -260,14 +260,14 @@ def inverse_of(x, absmax, n):
 
 
 def _block_functions(kind: str, decode_64: Callable, encode_64: Callable) -> tuple:
-    def decode(codes, scale, out, n):
-        """n codes, a multiple of 64, to fp32 numbers at out."""
+    def decode(codes, out, n):
+        """n codes, a multiple of 64, to codebook values at out."""
         for i in range(0, n, 64):
             a, b, c, d = decode_64(codes + i)
-            store_f32(out + 4 * i, a * scale)
-            store_f32(out + 4 * i + 64, b * scale)
-            store_f32(out + 4 * i + 128, c * scale)
-            store_f32(out + 4 * i + 192, d * scale)
+            store_f32(out + 4 * i, a)
+            store_f32(out + 4 * i + 64, b)
+            store_f32(out + 4 * i + 128, c)
+            store_f32(out + 4 * i + 192, d)
 
     def encode(x, absmax, codes, n):
         """n fp32 numbers at x, a multiple of 64, to codes; absmax = max |x|. May rescale x."""

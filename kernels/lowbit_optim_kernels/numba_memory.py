@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import numpy as np
 from llvmlite import ir
-from numba import njit, types
+from numba import carray, njit, types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
@@ -66,6 +67,47 @@ store_f16 = _storer(_half, lambda b, x: b.fptrunc(x, vector(_half)))
 def read_f32(typing, address):
     """One fp32 number."""
     return types.float32(types.int64), lambda c, b, s, a: b.load(pointer(b, a[0], f32))
+
+
+@intrinsic
+def read_i64(typing, address):
+    """One int64 number."""
+    return types.int64(types.int64), lambda c, b, s, a: b.load(pointer(b, a[0], i64))
+
+
+@intrinsic
+def take(typing, address):
+    """The int64 number at an address, which is then one more; atomic."""
+
+    def emit(context, b, signature_, args):
+        at = pointer(b, args[0], i64)
+        return b.atomic_rmw("add", at, ir.Constant(i64, 1), "monotonic")
+
+    return types.int64(types.int64), emit
+
+
+@intrinsic
+def _untyped(typing, address):
+    kind = types.voidptr
+    return kind(types.int64), lambda c, b, s, a: b.inttoptr(a[0], c.get_value_type(kind))
+
+
+@njit(nogil=True, error_model="numpy")
+def int_table(at, rows, columns):
+    """The int64 matrix at an address."""
+    return carray(_untyped(at), (rows, columns), np.int64)
+
+
+@njit(nogil=True, error_model="numpy")
+def float_table(at, rows, columns):
+    """The fp64 matrix at an address."""
+    return carray(_untyped(at), (rows, columns), np.float64)
+
+
+@njit(nogil=True, error_model="numpy")
+def float_list(at, size):
+    """The fp64 vector at an address."""
+    return carray(_untyped(at), (size,), np.float64)
 
 
 @intrinsic

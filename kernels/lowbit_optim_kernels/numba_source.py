@@ -10,11 +10,15 @@ call steps any number of tensors:
     chunks    int64   (chunks, 3)     tensor, first block, number of blocks
     partial   float64 (chunks, ...)   sums of a reduction's terms over one chunk
 
+Each of these functions has a `..._share` that threads run, as `numba_threads` says.
+
 A tile is up to four whole blocks of 256 elements, or one short block, which goes through
 zero-padded scratch memory.
 """
 
 from __future__ import annotations
+
+from collections.abc import Iterable
 
 from .dynamic8 import ZERO_CODE
 from .lower import (
@@ -36,10 +40,13 @@ ROW = 1024 * TILE  # bytes of scratch for one moment of a tile
 
 DRIVER = '@njit(cache=True, nogil=True, error_model="numpy")'
 INNER = '@njit(nogil=True, error_model="numpy")'
+# Into the function that threads run, so that it is compiled once.
+INLINED = INNER[:-1] + ', inline="always")'
+_BLOCKS = ["for start in range(0, n, 256):", "    stop = min(n, start + 256)"]
 
 
-def _lines(text: str, spaces: int = 0) -> list[str]:
-    return [" " * spaces + line for line in text.splitlines()]
+def _indented(lines: list[str], spaces: int) -> list[str]:
+    return [" " * spaces + line for line in lines]
 
 
 def _call(fn: RuleFunction) -> str:
@@ -116,7 +123,12 @@ class _ElementWriter:
         self.p_kind, self.g_kind = p_kind, g_kind
 
     def update(self) -> list[str]:
-        """The pass that writes parameters and moments."""
+        """The pass that writes parameters and moments.
+
+        A tile's moments are decoded first, and encoded last: a block's new scales are known only
+        after its last element, so it is encoded while the next block is updated. (An update waits
+        for divisions and square roots, encoding does not.)
+        """
         functions = [self.rule.direction]
         scalars = element_scalars(self.rule, functions)
         scalars += [name for name in ("shrink", "rate") if name not in scalars]
@@ -128,20 +140,46 @@ class _ElementWriter:
         for k, m in enumerate(self.moments):
             body.append(f"store_f32({self._moment_at(k, m)} + 4 * j, {m.key})")
             if eight:
-                body.append(f"top_{m.key} = reach(top_{m.key}, {m.key})")
-        lines = ["for start in range(0, n, 256):", "    stop = min(n, start + 256)"]
-        lines += [f"    top_{m.key} = splat(f32(0.0))" for m in self.moments if eight]
-        lines += self._vectors(functions, {"p"}, body, "start, stop", 4)
-        lines += _lines("\n".join(self._new_scales()), 4) if eight else []
-        for k, m in enumerate(self.moments if eight else ()):
-            lines += [
-                "for start in range(0, n, 256):",
-                f"    largest = read_f32(absmax_{m.key} + start // 64)",
-                f"    row = scratch + {ROW * k} + 4 * start",
-                f"    encode_{_kind(m)}(row, largest, at_{m.key} + start, min(256, n - start))",
-            ]
+                reach = "reach" if m.signed else "reach_unsigned"
+                body.append(f"top_{m.key} = {reach}(top_{m.key}, {m.key})")
+        vector = self._vector(functions, {"p"}, body)
+        if eight:
+            lines = self._decoded() + self._blocks(functions, vector)
+        else:
+            lines = ["for j in range(0, n, 16):", *_indented(vector, 4)]
         block = self._block("update_block", scalars, functions, lines)
         return [*self._mended(eight), block, self._driver("update", scalars, functions, None)]
+
+    def _decoded(self) -> list[str]:
+        """Lines that decode a tile into scratch rows, without the scales."""
+        return [
+            f"decode_{_kind(m)}(at_{m.key}, scratch + {ROW * k}, n)"
+            for k, m in enumerate(self.moments)
+        ]
+
+    def _blocks(self, functions: list[RuleFunction], vector: list[str]) -> list[str]:
+        """The loop that updates block after block, each with the encoding of the one before."""
+        before, after = [], []
+        for k, m in enumerate(self.moments):
+            encode = f"encode_{_kind(m)}_64(scratch + {ROW * k} + 4 * {{0}}, inverse_{m.key}, "
+            encode += f"at_{m.key} + {{0}})"
+            before.append(encode.format("(i - 256)"))
+            after.append(encode.format("i"))
+        lines = [f"inverse_{m.key} = f32(0.0)" for m in self.moments]
+        lines += ["start = stop = 0", *_BLOCKS]
+        lines += [f"    top_{m.key} = splat(f32(0.0))" for m in self.moments]
+        lines += self._scales(functions)
+        lines += ["    if start == 0:", "        for j in range(start, stop, 16):"]
+        lines += _indented(vector, 12)
+        lines += ["    else:", "        for i in range(start, stop, 64):"]
+        for quarter in range(4):
+            lines += _indented([f"j = i + {16 * quarter}", *vector], 12)
+        lines += _indented(before, 12)
+        lines += _indented(self._new_scales(), 4)
+        for k, m in enumerate(self.moments):
+            row = f"scratch + {ROW * k} + 4 * start"
+            lines.append(f"    inverse_{m.key} = inverse_of({row}, largest_{m.key}, stop - start)")
+        return [*lines, "for i in range(start, stop, 64):", *_indented(after, 4)]
 
     def _new_scales(self) -> list[str]:
         """Store the block's new scales, after mending the block if a moment is not finite."""
@@ -188,8 +226,11 @@ class _ElementWriter:
         keep = "" if terms_of is gradient_square else "only_finite"
         body += [f"sum_{term} = sum_{term} + {keep}({term})" for term in terms]
         scalars = element_scalars(self.rule, functions)
-        lines = [f"sum_{term} = splat(f32(0.0))" for term in terms]
-        lines += self._vectors(functions, set(), body, "0, n", 0)
+        decoded = self.bits == 8 and self._reads_state(functions)
+        lines = self._decoded() if decoded else []
+        lines += [f"sum_{term} = splat(f32(0.0))" for term in terms]
+        lines += [*_BLOCKS, *self._scales(functions), "    for j in range(start, stop, 16):"]
+        lines += _indented(self._vector(functions, set(), body), 8)
         lines.append(f"return {', '.join(f'total(sum_{term})' for term in terms)}")
         block = self._block(f"{name}_block", scalars, functions, lines)
         return [block, self._driver(name, scalars, functions, terms)]
@@ -200,6 +241,12 @@ class _ElementWriter:
 
     def _reads_gradient(self, functions: list[RuleFunction]) -> bool:
         return any("g" in reads(fn) for fn in functions)
+
+    def _scales(self, functions: list[RuleFunction]) -> list[str]:
+        """Lines that read the scales of the block at `start`."""
+        if self.bits == 32 or not self._reads_state(functions):
+            return []
+        return [f"    scale_{m.key} = read_f32(absmax_{m.key} + start // 64)" for m in self.moments]
 
     def _arguments(self, functions: list[RuleFunction]) -> list[str]:
         """Addresses that a block function takes."""
@@ -214,42 +261,27 @@ class _ElementWriter:
         """Address of the fp32 values of moment k of a tile."""
         return f"scratch + {ROW * k}" if self.bits == 8 else f"at_{moment.key}"
 
-    def _vectors(
-        self, functions: list[RuleFunction], also: set[str], body: list[str], bounds: str,
-        spaces: int,
-    ) -> list[str]:  # fmt: skip
-        """The loop over a tile's vectors: loads of what is read, then `body`."""
+    def _vector(self, functions: list[RuleFunction], also: set[str], body: list[str]) -> list[str]:
+        """Lines for the 16 elements at j: loads of what is read, then `body`."""
         wanted = also | {read for fn in functions for read in reads(fn)}
-        lines = [f"for j in range({bounds}, 16):"]
+        lines = []
         if "p" in wanted:
-            lines.append(f"    p = load_{self.p_kind}(p_at + {SIZE[self.p_kind]} * j)")
+            lines.append(f"p = load_{self.p_kind}(p_at + {SIZE[self.p_kind]} * j)")
         if "g" in wanted:
-            lines.append(f"    g = load_{self.g_kind}(g_at + {SIZE[self.g_kind]} * j) * gscale")
+            lines.append(f"g = load_{self.g_kind}(g_at + {SIZE[self.g_kind]} * j) * gscale")
         if self._reads_state(functions):
             for k, m in enumerate(self.moments):
-                lines.append(f"    {m.key} = load_f32({self._moment_at(k, m)} + 4 * j)")
-        return _lines("\n".join(lines + _lines("\n".join(body), 4)), spaces)
+                scale = f" * scale_{m.key}" if self.bits == 8 else ""
+                lines.append(f"{m.key} = load_f32({self._moment_at(k, m)} + 4 * j){scale}")
+        return lines + body
 
     def _block(
         self, name: str, scalars: list[str], functions: list[RuleFunction], lines: list[str]
     ) -> str:
-        """A function over a tile of n elements: full blocks, or a short one of n % 64 == 0.
-
-        Stage by stage (decode all moments, rule, encode all), so that the tables of a stage stay
-        in registers.
-        """
+        """A function over a tile of n elements: full blocks, or a short one of n % 64 == 0."""
         arguments = [*self._arguments(functions), "n", "scratch", "gscale", *scalars]
-        stages = []
-        if self._reads_state(functions) and self.bits == 8:
-            for k, m in enumerate(self.moments):
-                stages += [
-                    "for start in range(0, n, 256):",
-                    f"    scale = read_f32(absmax_{m.key} + start // 64)",
-                    f"    row = scratch + {ROW * k} + 4 * start",
-                    f"    decode_{_kind(m)}(at_{m.key} + start, scale, row, min(256, n - start))",
-                ]
         head = f"def {name}({', '.join(arguments)}):"
-        return "\n".join([INNER, head, *_lines("\n".join(stages + lines), 4)])
+        return "\n".join([INLINED, head, *_indented(lines, 4)])
 
     def _driver(
         self, name: str, scalars: list[str], functions: list[RuleFunction], terms: tuple | None
@@ -279,13 +311,23 @@ class _ElementWriter:
         call += "".join(f", {s}" for s in scalars) + ")"
         if terms is not None:
             call = f"{', '.join(f'term_{term}' for term in terms)} = {call}"
-        lines += _lines("\n".join([*homes, *enters, call, *leaves]), 8)
+        lines += _indented([*homes, *enters, call, *leaves], 8)
         lines += [f"        sum_{term} += term_{term}" for term in terms or ()]
         lines.append("        b += max(whole, 1)")
         lines += [f"    partial[c, {i}] = sum_{term}" for i, term in enumerate(terms or ())]
         last = ", partial" if terms is not None else ""
         head = f"def {name}(lo, hi, address, geometry, chunks, hyper, scalars{last}):"
-        return "\n".join([DRIVER, head, *_lines("\n".join(lines), 4)])
+        driver = "\n".join([INLINED, head, *_indented(lines, 4)])
+        return f"{driver}\n\n\n{self._share(name, len(terms or ()))}"
+
+    def _share(self, name: str, terms: int) -> str:
+        """What threads run: the driver on piece after piece of the chunks."""
+        columns = MOMENTS + 2 * len(self.moments) + 1
+        tables = [f"int_table({{}}, tensors, {columns})", "int_table({}, tensors, 4)"]
+        tables += ["int_table({}, count, 3)", "float_list({}, hyper)"]
+        tables.append(f"float_table({{}}, tensors, {SCALARS + len(self.rule.scalars())})")
+        tables += [f"float_table({{}}, count, {terms})"] if terms else []
+        return share(name, ("tensors", "hyper"), tables)
 
     def _operands(self, functions: list[RuleFunction], writes: bool) -> tuple[list[str], ...]:
         """Addresses of a block's operands; copies into scratch and back where it is short."""
@@ -309,84 +351,26 @@ class _ElementWriter:
         return homes, enters, leaves
 
 
+def share(name: str, numbers: Iterable[str], arguments: Iterable[str]) -> str:
+    """Text of the function that runs pieces of `name(lo, hi, ...)`; see `numba_threads`.
+
+    Args:
+        name: the function.
+        numbers: names for a job's first words of work.
+        arguments: texts of what the function takes after lo and hi, each with {} in place of a
+            further word.
+    """
+    named = ["count", "pieces", *numbers]
+    lines = [f"{word} = read_i64(job + {8 * (1 + k)})" for k, word in enumerate(named)]
+    passed = []
+    for k, argument in enumerate(arguments, start=1 + len(named)):
+        lines.append(f"word_{k} = {argument.format(f'read_i64(job + {8 * k})')}")
+        passed.append(f"word_{k}")
+    lines += ["piece = take(job)", "while piece < pieces:"]
+    lines += ["    lo, hi = count * piece // pieces, count * (piece + 1) // pieces"]
+    lines += [f"    {name}(lo, hi, {', '.join(passed)})", "    piece = take(job)"]
+    return "\n".join([f"def {name}_share(job):", *_indented(lines, 4)])
+
+
 def _kind(moment: Moment) -> str:
     return "s" if moment.signed else "u"
-
-
-def _codec_functions(name: str, kind: str, pad: int) -> str:
-    return f"""
-{DRIVER}
-def quantize_{name}(lo, hi, row, x_at, codes_at, absmax_at):
-    scratch, spare = stack(1024), stack(2048)
-    per_row = (row + 255) // 256
-    for b in range(lo, hi):
-        column = b % per_row * 256
-        first = b // per_row * row + column
-        size = min(row - column, 256)
-        n = (size + 63) // 64 * 64
-        x = enter(x_at + 4 * first, spare, size, n, 4, 0)
-        top = splat(f32(0.0))
-        for j in range(0, n, 16):
-            v = only_finite(load_f32(x + 4 * j))
-            top = maximum(top, abs(v))
-            store_f32(scratch + 4 * j, v)
-        largest = highest(top)
-        write_f32(absmax_at + 4 * b, largest)
-        codes = enter(codes_at + first, spare + 1024, size, n, 1, {pad})
-        encode_{kind}(scratch, largest, codes, n)
-        leave(codes_at + first, codes, size, 1)
-
-
-{DRIVER}
-def dequantize_{name}(lo, hi, row, x_at, codes_at, absmax_at):
-    spare = stack(2048)
-    per_row = (row + 255) // 256
-    for b in range(lo, hi):
-        column = b % per_row * 256
-        first = b // per_row * row + column
-        size = min(row - column, 256)
-        n = (size + 63) // 64 * 64
-        codes = enter(codes_at + first, spare, size, n, 1, {pad})
-        x = x_at + 4 * first if size == n else spare + 1024
-        scale = read_f32(absmax_at + 4 * b)
-        decode_{kind}(codes, scale, x, n)
-        leave(x_at + 4 * first, x, size, 4)
-"""
-
-
-SHARED = f"""\
-import math
-
-import numpy as np
-
-from lowbit_optim_kernels.numba_element import *
-
-
-{DRIVER}
-def add_up(chunks, partial, sums):
-    for c in range(chunks.shape[0]):
-        for k in range(sums.shape[1]):
-            sums[chunks[c, 0], k] += partial[c, k]
-
-
-{DRIVER}
-def clip(address, scalars, sums, percentile, live):
-    last = address.shape[1] - 1
-    sorted_squares = np.empty(100, np.float32)
-    for t in range(address.shape[0]):
-        square = f32(sums[t, 0])
-        if not (live and math.isfinite(square)):
-            continue
-        at = address[t, last]
-        slot = int(read_f32(address[t, {STEP}])) % 100
-        fresh = read_f32(at) < 0.0
-        for k in range(100):
-            if fresh or k == slot:
-                write_f32(at + 4 * k, square)
-            sorted_squares[k] = read_f32(at + 4 * k)
-        sorted_squares.sort()
-        limit, norm = math.sqrt(sorted_squares[percentile]), math.sqrt(square)
-        if norm > limit:
-            scalars[t, {GSCALE}] *= limit / norm
-{_codec_functions("signed", "s", 127)}
-{_codec_functions("unsigned", "u", 0)}"""

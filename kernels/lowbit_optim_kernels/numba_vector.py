@@ -134,7 +134,7 @@ def _binary(op: Callable, emit: Callable, returns: VectorType = F, operand: Vect
 
 _binary(operator.add, lambda b, x, y: b.fadd(x, y, flags=FLAGS))
 _binary(operator.sub, lambda b, x, y: b.fsub(x, y, flags=FLAGS))
-_binary(operator.mul, lambda b, x, y: b.fmul(x, y, flags=FLAGS))
+_binary(operator.mul, lambda b, x, y: b.fmul(x, y, flags=("reassoc", *FLAGS)))
 _binary(operator.truediv, lambda b, x, y: b.fdiv(x, y, flags=FLAGS))
 _binary(operator.gt, lambda b, x, y: b.fcmp_ordered(">", x, y), M)
 _binary(operator.lt, lambda b, x, y: b.fcmp_ordered("<", x, y), M)
@@ -236,6 +236,17 @@ def reach(typing, top, x):
 
     def emit(context, b, signature_, args):
         old, new = (b.bitcast(y, vector(i32)) for y in (args[0], fabs(b, args[1])))
+        return b.bitcast(b.select(b.icmp_unsigned(">", old, new), old, new), vector(f32))
+
+    return F(F, F), emit
+
+
+@intrinsic
+def reach_unsigned(typing, top, x):
+    """`reach` for x >= 0."""
+
+    def emit(context, b, signature_, args):
+        old, new = (b.bitcast(y, vector(i32)) for y in args)
         return b.bitcast(b.select(b.icmp_unsigned(">", old, new), old, new), vector(f32))
 
     return F(F, F), emit
