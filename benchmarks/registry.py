@@ -49,7 +49,7 @@ class Entry:
 
 DEFAULT_LR = 1e-3
 # The rates for digits, and LAMB_LR to CAIN_LR for the other tasks, are what `benchmarks.tune` chose
-# of 1 and 3 times powers of ten, by the 32-bit optimizers alone and with seeds from 100 on (three for
+# of 1 and 3 times powers of ten, by the 32-bit optimizers alone on seeds from 100 on (three for
 # digits, two for mnist, one for gpt), which are in no comparison: the best mean quality among the
 # rates whose next larger one still trains.
 ADAM_LR = {"gpt": 2e-3, "mnist": 2e-3, "digits": 3e-3}
