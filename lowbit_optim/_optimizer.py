@@ -16,6 +16,7 @@ from lowbit_optim_kernels.plan import GNORM_HISTORY, Batch, Slot
 from lowbit_optim_kernels.rules import Moment, Rule
 
 from . import _checkpoint, _checks, _manager
+from ._found import Found
 
 STATE_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
@@ -53,6 +54,7 @@ class LowBitOptimizer(Optimizer):
 
     def _forget(self) -> None:
         self._caches: dict[Any, dict] = {}
+        self._found: dict[Any, Found] = {}
         self._overrides = _manager.Overrides()
 
     # What a front-end supplies.
@@ -175,22 +177,28 @@ class LowBitOptimizer(Optimizer):
 
     def _step_groups(self) -> None:
         """Step every parameter that has a gradient."""
-        batches: list[Batch] = []
-        written: list[Tensor] = []
-        staged: list[tuple[Tensor, Tensor]] = []
         groups = enumerate(self.param_groups)
         parts = [part for index, group in groups for part in self._parts(index, group)]
         # All that is refused is refused here, before any parameter's state has changed.
-        gradients = [self._gradients(group) for _, group in parts]
-        for (key, group), found in zip(parts, gradients, strict=True):
-            batches += self._batches(key, group, found, written, staged)
+        looks = [self._look(key, group) for key, group in parts]
+        self._found = {}
+        found = [self._find(group, look) for (_, group), look in zip(parts, looks, strict=True)]
+        batches = [
+            batch
+            for (key, group), one in zip(parts, found, strict=True)
+            for batch in self._batches(key, group, one)
+        ]
         if batches:
             dispatch.step(batches)
-        for p, work in staged:
+        written = [p for one in found for p in one.params]
+        for p, work in (pair for one in found for pair in one.staged):
             p.copy_(work)
         # Compiled engines write through addresses, which autograd's version counters do not see.
         if written:
             torch.autograd.graph.increment_version(written)
+        self._found = {
+            key: one for (key, _), one in zip(parts, found, strict=True) if one.close(self.state)
+        }
 
     def _parts(self, index: int, group: Mapping[str, Any]) -> list[tuple[Any, Mapping[str, Any]]]:
         """A group by what `GlobalOptimManager` overrides of its parameters; each with a key."""
@@ -272,6 +280,37 @@ class LowBitOptimizer(Optimizer):
             found.append((p, self._gradient(p), engine.name))
         return found
 
+    def _look(
+        self, key: Any, group: Mapping[str, Any]
+    ) -> tuple[Found, list[tuple[Tensor, Tensor, str]]]:
+        """The last step's `Found` of a part of a group, or a new one and its `_gradients`."""
+        params = [p for p in group["params"] if p.grad is not None]
+        gradients = [p.grad for p in params if p.grad is not None]
+        settings = ("optim_bits", "min_8bit_size", "percentile_clipping", "fused")
+        form = (self._rule(group), dispatch.request(), *(group[name] for name in settings))
+        now, last = Found(form, params, gradients), self._found.get(key)
+        if last is not None and last.holds(now, self.state):
+            return last.renew(gradients), []
+        checked = self._gradients(group)
+        now.params = [p for p, _, _ in checked]
+        now.gradients = [p.grad for p in now.params if p.grad is not None]
+        return now, checked
+
+    def _find(
+        self, group: Mapping[str, Any], look: tuple[Found, list[tuple[Tensor, Tensor, str]]]
+    ) -> Found:
+        """A part's slots; states are created that do not exist yet."""
+        found, checked = look
+        keys = [moment.key for moment in self._moments(group)]
+        for p, g, engine in checked:
+            work = p.contiguous()
+            if work is not p:
+                found.staged.append((p, work))
+            slot = self._slot(p, work, g, group, keys)
+            found.slots.append(slot)
+            found.batches.setdefault((p.device, engine), []).append(slot)
+        return found
+
     def _state_of(self, p: Tensor, group: Mapping[str, Any], keys: list[str]) -> dict[str, Any]:
         """A parameter's state, created or brought to p's device and the wanted width if need be."""
         state = self.state[p]
@@ -302,37 +341,20 @@ class LowBitOptimizer(Optimizer):
             rows=layout.rows, row=layout.row, numel=p.numel(), gnorm_vec=gnorm,
         )  # fmt: skip
 
-    def _batches(
-        self,
-        part: Any,
-        group: Mapping[str, Any],
-        gradients: list[tuple[Tensor, Tensor, str]],
-        written: list[Tensor],
-        staged: list[tuple[Tensor, Tensor]],
-    ) -> list[Batch]:
+    def _batches(self, part: Any, group: Mapping[str, Any], found: Found) -> list[Batch]:
         """One batch per device and engine for the parameters of a part of a group."""
-        rule = self._rule(group)
-        keys = [moment.key for moment in rule.moments]
-        slots: dict[tuple[torch.device, str], list[Slot]] = {}
-        for p, g, engine in gradients:
-            work = p.detach()
-            if not p.is_contiguous():
-                work = work.contiguous()
-                staged.append((p, work))
-            slot = self._slot(p, work, g, group, keys)
-            slots.setdefault((p.device, engine), []).append(slot)
-            written.append(p)
         lr = group["lr"]
         if isinstance(lr, Tensor) and lr.device.type == "cpu":
             lr = float(lr)
         hyper = {"lr": lr, "max_unorm": group["max_unorm"], **self._hyper(group)}
         return [
             Batch(
-                rule=rule, slots=batch, hyper=hyper, maximize=group["maximize"],
+                rule=self._rule(group), slots=slots, hyper=hyper, maximize=group["maximize"],
                 percentile=group["percentile_clipping"],
                 grad_scale=getattr(self, "grad_scale", None),
                 found_inf=getattr(self, "found_inf", None),
                 cache=self._caches.setdefault((part, *key), {}),
+                again=found.again,
             )
-            for key, batch in slots.items()
+            for key, slots in found.batches.items()
         ]  # fmt: skip

@@ -117,7 +117,8 @@ class use_engine:
         use_engine._asked = self._before
 
 
-def _request() -> tuple[str, str]:
+def request() -> tuple[str, str]:
+    """The engine that is asked for, or "auto", and who asks."""
     if use_engine._asked is not None:
         return use_engine._asked, "use_engine"
     return _checked(os.environ.get(VARIABLE, "auto"), VARIABLE), VARIABLE
@@ -164,7 +165,7 @@ def engine_for(tensor: Tensor) -> EngineChoice:
     Raises:
         RuntimeError: when an engine was asked for explicitly and cannot run this tensor.
     """
-    return _resolve(*_request(), tensor.device, tensor.dtype)
+    return _resolve(*request(), tensor.device, tensor.dtype)
 
 
 def load_engine(name: str) -> Any:

@@ -81,7 +81,6 @@ class _Plan:
     geometry: np.ndarray
     scalars: np.ndarray
     address: np.ndarray
-    pointers: list[list[int]]
 
     def tables(self, bucket: _Bucket, hyper: np.ndarray) -> list[int]:
         """Addresses of what a pass over a bucket works on."""
@@ -130,20 +129,19 @@ def _make_plan(batch: Batch, key: tuple) -> _Plan:
         geometry=np.array(geometry, dtype=np.int64),
         scalars=np.zeros((len(slots), numba_source.SCALARS + len(rule.scalars()))),
         address=np.zeros((len(slots), columns), dtype=np.int64),
-        pointers=[],
     )
 
 
 def _plan(batch: Batch) -> _Plan:
-    key = (batch.rule, *map(_key, batch.slots))
     plan = batch.cache.get("plan")
+    if plan is not None and batch.again and plan.key[0] == batch.rule:
+        plan.address[:, numba_source.G] = [slot.g.data_ptr() for slot in batch.slots]
+        return plan
+    key = (batch.rule, *map(_key, batch.slots))
     if plan is None or plan.key != key:
         plan = batch.cache["plan"] = _make_plan(batch, key)
     moments = len(batch.rule.moments)
-    pointers = [slot.addresses(moments) for slot in batch.slots]
-    if pointers != plan.pointers:
-        plan.pointers = pointers
-        plan.address[:] = pointers
+    plan.address[:] = [slot.addresses(moments) for slot in batch.slots]
     return plan
 
 

@@ -68,6 +68,8 @@ class Batch:
         percentile: index into the sorted norm history, 100 for no clipping.
         grad_scale, found_inf: 0-d tensors of an AMP scaler, or None.
         cache: an object that the engine may keep things in from step to step.
+        again: whether the slots are those of this cache's last step, with nothing new beside the
+            gradients' values and addresses, so that the engine need not look at the rest.
     """
 
     rule: Rule
@@ -78,6 +80,7 @@ class Batch:
     grad_scale: Tensor | None = None
     found_inf: Tensor | None = None
     cache: dict = field(default_factory=dict)
+    again: bool = False
 
 
 class Run(Protocol):

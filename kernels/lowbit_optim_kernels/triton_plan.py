@@ -78,12 +78,18 @@ def current(batch: Batch) -> Plan:
     Raises:
         RuntimeError: when a CUDA graph is being captured and there is no plan yet.
     """
-    moments, device = len(batch.rule.moments), batch.slots[0].p.device
-    rows = [slot.addresses(moments) for slot in batch.slots]
-    keys = [_key(slot, row, moments) for slot, row in zip(batch.slots, rows, strict=True)]
-    switches = (batch.maximize, batch.grad_scale is None, batch.found_inf is None)
-    key = (batch.rule, batch.percentile, switches, keys)
+    device = batch.slots[0].p.device
     plan: Plan | None = batch.cache.get("plan")
+    switches = (batch.maximize, batch.grad_scale is None, batch.found_inf is None)
+    common = (batch.rule, batch.percentile, switches)
+    pointers = _with_new_gradients(plan, batch) if plan and plan.key[:-1] == common else None
+    if plan is not None and pointers is not None:
+        key = plan.key
+    else:
+        moments = len(batch.rule.moments)
+        rows = [slot.addresses(moments) for slot in batch.slots]
+        keys = [_key(slot, row, moments) for slot, row in zip(batch.slots, rows, strict=True)]
+        key, pointers = (*common, keys), [address for row in rows for address in row]
     capturing = _capturing(device)
     if plan is None or plan.key != key:
         if capturing:
@@ -101,9 +107,23 @@ def current(batch: Batch) -> Plan:
         plan.spare = [
             torch.empty(x.shape, dtype=x.dtype, pin_memory=True, device="cpu") for x in tables
         ]
-    _send_addresses(plan, [address for row in rows for address in row])
+    _send_addresses(plan, pointers)
     _send_hyperparameters(plan, batch)
     return plan
+
+
+def _with_new_gradients(plan: Plan, batch: Batch) -> list[int] | None:
+    """The plan's addresses with this step's gradients, if nothing else is new; else None."""
+    if not batch.again or not plan.pointers:
+        return None
+    every = slice(triton_source.G, None, triton_source.address_columns(batch.rule))
+    gradients = [slot.g.data_ptr() for slot in batch.slots]
+    before = plan.pointers[every]
+    if any((old ^ new) % 16 for old, new in zip(before, gradients, strict=True)):
+        return None  # another alignment takes other kernels
+    pointers = list(plan.pointers)
+    pointers[every] = gradients
+    return pointers
 
 
 def _for_graph(plan: Plan) -> Plan:

@@ -1,0 +1,231 @@
+"""What a step found is used again only while it holds: every change between steps must be seen."""
+
+import weakref
+
+import pytest
+import torch
+
+import lowbit_optim
+from lowbit_optim_kernels import dispatch
+from protocol import all_parameters, give_gradients, identical, parameters, snapshot, train
+
+SHAPES = ((12, 70), (300,), (5, 5))
+
+
+def build(cls=lowbit_optim.AdamW8bit, **options):
+    return cls(parameters(shapes=SHAPES), lr=0.01, min_8bit_size=200, **options)
+
+
+@pytest.fixture
+def again(monkeypatch):
+    """Whether each batch that is stepped was found again, by step."""
+    seen = []
+    step = dispatch.step
+
+    def spy(batches, *rest):
+        seen.append([batch.again for batch in batches])
+        return step(batches, *rest)
+
+    monkeypatch.setattr(dispatch, "step", spy)
+    return seen
+
+
+def swap_data(optimizer):
+    p = all_parameters(optimizer)[0]
+    p.data = p.data.clone()
+
+
+def swap_for_half(optimizer):
+    p = all_parameters(optimizer)[0]
+    p.data, p.grad = p.data.bfloat16(), None
+
+
+def transpose(optimizer):
+    p = all_parameters(optimizer)[0]
+    p.data = p.data.t().contiguous().t()
+
+
+def replace_a_state_tensor(optimizer):
+    state = optimizer.state[all_parameters(optimizer)[0]]
+    state["exp_avg"] = state["exp_avg"].clone().fill_(200)
+
+
+def move_a_state_tensor(optimizer):
+    """As offloading does."""
+    x = optimizer.state[all_parameters(optimizer)[1]]["exp_avg_sq"]
+    x.data = x.data.clone()
+
+
+def replace_a_state(optimizer):
+    p = all_parameters(optimizer)[1]
+    optimizer.state[p] = {key: x.clone() for key, x in optimizer.state[p].items()}
+
+
+def drop_a_state(optimizer):
+    del optimizer.state[all_parameters(optimizer)[1]]
+
+
+def drop_all_states(optimizer):
+    optimizer.state.clear()
+
+
+def drop_a_moment(optimizer):
+    del optimizer.state[all_parameters(optimizer)[0]]["exp_avg"]
+
+
+def load_its_own(optimizer):
+    optimizer.load_state_dict(optimizer.state_dict())
+
+
+def store_in_32_bits(optimizer):
+    optimizer.param_groups[0]["optim_bits"] = 32
+
+
+def store_more_in_8_bits(optimizer):
+    optimizer.param_groups[0]["min_8bit_size"] = 1
+
+
+def switch_amsgrad_on(optimizer):
+    optimizer.param_groups[0]["amsgrad"] = True
+
+
+def clip(optimizer):
+    optimizer.param_groups[0]["percentile_clipping"] = 5
+
+
+def turn_round(optimizer):
+    optimizer.param_groups[0]["maximize"] = True
+
+
+def change_numbers(optimizer):
+    optimizer.param_groups[0].update(lr=0.3, betas=(0.5, 0.6), weight_decay=0.2)
+
+
+def drop_a_parameter(optimizer):
+    optimizer.param_groups[0]["params"].pop(0)
+
+
+def add_a_group(optimizer):
+    optimizer.add_param_group({"params": parameters(shapes=((40, 9),), seed=5), "lr": 0.1})
+
+
+def reorder(optimizer):
+    optimizer.param_groups[0]["params"].reverse()
+
+
+CHANGES = [
+    swap_data, swap_for_half, transpose, replace_a_state_tensor, move_a_state_tensor,
+    replace_a_state, drop_a_state, drop_all_states, drop_a_moment, load_its_own, store_in_32_bits,
+    store_more_in_8_bits, switch_amsgrad_on, clip, turn_round, change_numbers, drop_a_parameter,
+    add_a_group, reorder,
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("engine", ["numba", "torch"])
+@pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.__name__)
+def test_a_change_is_seen(change, engine):
+    """The same as with an optimizer that looks at everything in every step."""
+    with lowbit_optim.use_engine(engine):
+        steady, thorough = build(), build()
+        for optimizer in (steady, thorough):
+            for t in range(6):
+                if t == 3:
+                    change(optimizer)
+                if optimizer is thorough:
+                    optimizer._found.clear()
+                train(optimizer, 1, first=t)
+    assert identical(snapshot(steady), snapshot(thorough))
+
+
+def test_nothing_new_is_found_again(again):
+    """Also with other gradients, another lr and other betas."""
+    optimizer = build()
+    train(optimizer, 2)
+    change_numbers(optimizer)
+    train(optimizer, 2)
+    assert again == [[False], [True], [True], [True]]
+
+
+GRADIENTS = {
+    "none": lambda g: None,
+    "bfloat16": lambda g: g.bfloat16(),
+    "not contiguous": lambda g: g.t().contiguous().t(),
+    "negative view": lambda g: torch.complex(g, -g).conj().imag,
+}
+
+
+@pytest.mark.skipif(not hasattr(torch.Tensor, "grad_dtype"), reason="needs torch.Tensor.grad_dtype")
+@pytest.mark.parametrize("kind", GRADIENTS)
+def test_another_kind_of_gradient_is_seen(kind, again):
+    made = []
+    for thorough in (False, True):
+        optimizer = build()
+        p = all_parameters(optimizer)[0]
+        p.grad_dtype = None  # any
+        for t in range(5):
+            give_gradients(all_parameters(optimizer), t)
+            if t == 3:
+                g, p.grad = GRADIENTS[kind](p.grad), None
+                p.grad = g
+            if thorough:
+                optimizer._found.clear()
+            optimizer.step()
+        made.append(snapshot(optimizer))
+    assert identical(*made)
+    assert [step[0] for step in again[:5]] == [False, True, True, False, False]
+
+
+def test_a_sparse_gradient_is_refused_after_dense_ones():
+    optimizer = build()
+    train(optimizer, 2)
+    p = all_parameters(optimizer)[0]
+    p.grad = p.detach().to_sparse()
+    with pytest.raises(RuntimeError, match="sparse"):
+        optimizer.step()
+
+
+def test_another_engine_is_taken(again):
+    optimizer = build()
+    train(optimizer, 2)
+    with lowbit_optim.use_engine("torch"):
+        train(optimizer, 1, first=2)
+    train(optimizer, 1, first=3)
+    assert again == [[False], [True], [False], [False]]
+
+
+def test_a_parameter_listed_twice_is_stepped_once():
+    made = []
+    for copies in (1, 2):
+        (p,) = parameters(shapes=((300,),))
+        optimizer = lowbit_optim.AdamW8bit([p], lr=0.01, min_8bit_size=1)
+        optimizer.param_groups[0]["params"] = [p] * copies
+        for t in range(4):
+            give_gradients([p], t)
+            optimizer.step()
+        made.append(p.detach())
+    assert torch.equal(*made)
+
+
+def test_a_step_that_fails_is_not_used_again(monkeypatch, again):
+    optimizer = build()
+    train(optimizer, 2)
+    with monkeypatch.context() as patch:
+
+        def fail(batches):
+            raise RuntimeError("out of memory")
+
+        patch.setattr(dispatch, "step", fail)
+        with pytest.raises(RuntimeError, match="out of memory"):
+            optimizer.step()
+    train(optimizer, 2)
+    assert again == [[False], [True], [False], [True]]
+
+
+def test_gradients_are_not_kept():
+    """A backward pass after `zero_grad` must not find the old gradients still in memory."""
+    optimizer = build()
+    for t in range(3):
+        train(optimizer, 1, first=t)
+        alive = [weakref.ref(p.grad) for p in all_parameters(optimizer)]
+        optimizer.zero_grad(set_to_none=True)
+        assert [ref() for ref in alive] == [None] * len(SHAPES)
