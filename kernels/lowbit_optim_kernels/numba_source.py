@@ -142,7 +142,7 @@ class _ElementWriter:
             if eight:
                 reach = "reach" if m.signed else "reach_unsigned"
                 body.append(f"top_{m.key} = {reach}(top_{m.key}, {m.key})")
-        vector = self._vector(functions, {"p"}, body)
+        vector = self._vector(functions, True, body)
         if eight:
             lines = self._decoded() + self._blocks(functions, vector)
         else:
@@ -230,7 +230,7 @@ class _ElementWriter:
         lines = self._decoded() if decoded else []
         lines += [f"sum_{term} = splat(f32(0.0))" for term in terms]
         lines += [*_BLOCKS, *self._scales(functions), "    for j in range(start, stop, 16):"]
-        lines += _indented(self._vector(functions, set(), body), 8)
+        lines += _indented(self._vector(functions, False, body), 8)
         lines.append(f"return {', '.join(f'total(sum_{term})' for term in terms)}")
         block = self._block(f"{name}_block", scalars, functions, lines)
         return [block, self._driver(name, scalars, functions, terms)]
@@ -239,18 +239,20 @@ class _ElementWriter:
         keys = {moment.key for moment in self.moments}
         return any(keys & set(reads(fn)) for fn in functions)
 
-    def _reads_gradient(self, functions: list[RuleFunction]) -> bool:
-        return any("g" in reads(fn) for fn in functions)
-
     def _scales(self, functions: list[RuleFunction]) -> list[str]:
         """Lines that read the scales of the block at `start`."""
         if self.bits == 32 or not self._reads_state(functions):
             return []
         return [f"    scale_{m.key} = read_f32(absmax_{m.key} + start // 64)" for m in self.moments]
 
-    def _arguments(self, functions: list[RuleFunction]) -> list[str]:
+    def _tensors(self, functions: list[RuleFunction], writes: bool) -> list[str]:
+        """Of p and g, what functions read; with p where it is written."""
+        wanted = {read for fn in functions for read in reads(fn)}
+        return [name for name in "pg" if name in wanted or (writes and name == "p")]
+
+    def _arguments(self, functions: list[RuleFunction], writes: bool) -> list[str]:
         """Addresses that a block function takes."""
-        names = ["p_at", "g_at"]
+        names = [f"{name}_at" for name in self._tensors(functions, writes)]
         if self._reads_state(functions):
             names += [f"at_{m.key}" for m in self.moments]
             if self.bits == 8:
@@ -261,13 +263,13 @@ class _ElementWriter:
         """Address of the fp32 values of moment k of a tile."""
         return f"scratch + {ROW * k}" if self.bits == 8 else f"at_{moment.key}"
 
-    def _vector(self, functions: list[RuleFunction], also: set[str], body: list[str]) -> list[str]:
+    def _vector(self, functions: list[RuleFunction], writes: bool, body: list[str]) -> list[str]:
         """Lines for the 16 elements at j: loads of what is read, then `body`."""
-        wanted = also | {read for fn in functions for read in reads(fn)}
+        tensors = self._tensors(functions, writes)
         lines = []
-        if "p" in wanted:
+        if "p" in tensors:
             lines.append(f"p = load_{self.p_kind}(p_at + {SIZE[self.p_kind]} * j)")
-        if "g" in wanted:
+        if "g" in tensors:
             lines.append(f"g = load_{self.g_kind}(g_at + {SIZE[self.g_kind]} * j) * gscale")
         if self._reads_state(functions):
             for k, m in enumerate(self.moments):
@@ -279,7 +281,8 @@ class _ElementWriter:
         self, name: str, scalars: list[str], functions: list[RuleFunction], lines: list[str]
     ) -> str:
         """A function over a tile of n elements: full blocks, or a short one of n % 64 == 0."""
-        arguments = [*self._arguments(functions), "n", "scratch", "gscale", *scalars]
+        names = self._arguments(functions, name == "update_block")
+        arguments = [*names, "n", "scratch", "gscale", *scalars]
         head = f"def {name}({', '.join(arguments)}):"
         return "\n".join([INLINED, head, *_indented(lines, 4)])
 
@@ -307,7 +310,8 @@ class _ElementWriter:
             "        n = (size + 63) // 64 * 64",
         ]
         homes, enters, leaves = self._operands(functions, writes=terms is None)
-        call = f"{name}_block({', '.join(self._arguments(functions))}, n, scratch, gscale"
+        names = self._arguments(functions, terms is None)
+        call = f"{name}_block({', '.join(names)}, n, scratch, gscale"
         call += "".join(f", {s}" for s in scalars) + ")"
         if terms is not None:
             call = f"{', '.join(f'term_{term}' for term in terms)} = {call}"
@@ -333,6 +337,8 @@ class _ElementWriter:
         """Addresses of a block's operands; copies into scratch and back where it is short."""
         operands = [("p", f"address[t, {P}]", SIZE[self.p_kind], 0, writes)]
         operands.append(("g", f"address[t, {G}]", SIZE[self.g_kind], 0, False))
+        tensors = self._tensors(functions, writes)
+        operands = [operand for operand in operands if operand[0] in tensors]
         homes, enters, leaves = [], [], []
         if self._reads_state(functions):
             for k, m in enumerate(self.moments):
