@@ -31,6 +31,7 @@ from .numba_vector import (
     fabs,
     fill,
     host_features,
+    i1,
     i8,
     i16,
     i32,
@@ -69,19 +70,40 @@ def _interleave(b: ir.IRBuilder, x: ir.Value, y: ir.Value, size: int, count: int
     return halves
 
 
+def _planes(b: ir.IRBuilder, codes: ir.Value, signed: bool) -> list:
+    """The four bytes of the codebook's fp32 values, looked up in registers; lowest byte first."""
+    values = book(signed)[127:255] if signed else book(signed)
+    raw = values.view(np.uint8).reshape(-1, 4)
+
+    def look_up(index: ir.Value, first: int, k: int) -> ir.Value:
+        low, high = (constant(i8, raw[j : j + 64, k]) for j in (first, first + 64))
+        name = "llvm.x86.avx512.vpermi2var.qi.512"  # looks at the low seven bits of the index
+        return call(b, name, vector(i8, 64), low, index, high)
+
+    if not signed:
+        upper_half = b.icmp_signed("<", codes, fill(i8, 0, 64))
+        return [
+            b.select(upper_half, look_up(codes, 128, k), look_up(codes, 0, k)) for k in range(4)
+        ]
+    # The map is symmetric but for its last code, which is 1.0 = 0x3F800000.
+    position = b.sub(codes, fill(i8, 127, 64))
+    kind = ir.FunctionType(vector(i8, 64), [vector(i8, 64), i1])
+    absolute = cgutils.get_or_insert_function(b.module, kind, "llvm.abs.v64i8")
+    magnitude = b.call(absolute, [position, ir.Constant(i1, 0)])
+    planes = [look_up(magnitude, 0, k) for k in range(4)]
+    planes[3] = b.or_(planes[3], b.and_(position, fill(i8, 0x80, 64)))
+    is_one = b.icmp_unsigned("==", codes, fill(i8, 255, 64))
+    planes[2] = b.select(is_one, fill(i8, 0x80, 64), planes[2])
+    planes[3] = b.select(is_one, fill(i8, 0x3F, 64), planes[3])
+    return planes
+
+
 def _decode_by_bytes(b: ir.IRBuilder, address: ir.Value, signed: bool) -> list:
     """Look each of the four bytes of the fp32 values up in registers, then put them together."""
     codes = b.load(pointer(b, address, vector(i8, 64)), align=1)
     words = b.bitcast(codes, vector(i32))
     codes = b.bitcast(shuffle(b, words, words, TRANSPOSE), vector(i8, 64))
-    upper_half = b.icmp_signed("<", codes, fill(i8, 0, 64))
-    raw = book(signed).view(np.uint8).reshape(256, 4)
-    planes = []
-    for k in range(4):
-        table = [constant(i8, raw[64 * j : 64 * j + 64, k]) for j in range(4)]
-        name = "llvm.x86.avx512.vpermi2var.qi.512"
-        low, high = (call(b, name, vector(i8, 64), table[j], codes, table[j + 1]) for j in (0, 2))
-        planes.append(b.select(upper_half, high, low))
+    planes = _planes(b, codes, signed)
     pairs = [_interleave(b, planes[k], planes[k + 1], 1, 64) for k in (0, 2)]
     low, high = ([b.bitcast(x, vector(i16, 32)) for x in pair] for pair in pairs)
     whole = [x for h in (0, 1) for x in _interleave(b, low[h], high[h], 2, 32)]
