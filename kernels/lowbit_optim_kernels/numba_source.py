@@ -12,7 +12,7 @@ call steps any number of tensors:
 
 Each of these functions has a `..._share` that threads run, as `numba_threads` says.
 
-A tile is up to four whole blocks of 256 elements, or one short block, which goes through
+A block function takes whole blocks of 256 elements, or one short block, which goes through
 zero-padded scratch memory.
 """
 
@@ -35,14 +35,12 @@ P, G, STEP, MOMENTS = 0, 1, 2, 3  # columns of `address`
 GSCALE, SCALARS = 0, 1  # columns of `scalars`
 SIZE = {"f32": 4, "bf16": 2, "f16": 2}
 SPARE = 1024  # bytes of scratch for one padded operand
-TILE = 4  # blocks that pass through a stage together
-ROW = 1024 * TILE  # bytes of scratch for one moment of a tile
+ROW = 2 * 1024  # bytes of scratch for one moment: a block's numbers, and those of the one before
 
 DRIVER = '@njit(cache=True, nogil=True, error_model="numpy")'
 INNER = '@njit(nogil=True, error_model="numpy")'
 # Into the function that threads run, so that it is compiled once.
 INLINED = INNER[:-1] + ', inline="always")'
-_BLOCKS = ["for start in range(0, n, 256):", "    stop = min(n, start + 256)"]
 
 
 def _indented(lines: list[str], spaces: int) -> list[str]:
@@ -125,9 +123,8 @@ class _ElementWriter:
     def update(self) -> list[str]:
         """The pass that writes parameters and moments.
 
-        A tile's moments are decoded first, and encoded last: a block's new scales are known only
-        after its last element, so it is encoded while the next block is updated. (An update waits
-        for divisions and square roots, encoding does not.)
+        A block's new scales are known only after its last element, so it is encoded while the next
+        block is updated: an update waits for divisions and square roots, encoding does not.
         """
         functions = [self.rule.direction]
         scalars = element_scalars(self.rule, functions)
@@ -144,42 +141,50 @@ class _ElementWriter:
                 body.append(f"top_{m.key} = {reach}(top_{m.key}, {m.key})")
         vector = self._vector(functions, True, body)
         if eight:
-            lines = self._decoded() + self._blocks(functions, vector)
+            lines = self._updated_blocks(functions, vector)
         else:
             lines = ["for j in range(0, n, 16):", *_indented(vector, 4)]
         block = self._block("update_block", scalars, functions, lines)
         return [*self._mended(eight), block, self._driver("update", scalars, functions, None)]
 
-    def _decoded(self) -> list[str]:
-        """Lines that decode a tile into scratch rows, without the scales."""
-        return [
-            f"decode_{_kind(m)}(at_{m.key}, scratch + {ROW * k}, n)"
-            for k, m in enumerate(self.moments)
-        ]
+    def _each_block(self, functions: list[RuleFunction], lines: list[str]) -> list[str]:
+        """A loop over blocks: `lines` for the elements from start to stop.
 
-    def _blocks(self, functions: list[RuleFunction], vector: list[str]) -> list[str]:
-        """The loop that updates block after block, each with the encoding of the one before."""
+        A block's moments are decoded, but not scaled; element j of the first is at row + 4 j. (Few
+        elements at a time: what is loaded early must not have left the first-level cache.)
+        """
+        head = ["stop = min(n, start + 256)"]
+        if self.bits == 8 and self._reads_state(functions):
+            head.append("row = scratch + 4 * (start & 256) - 4 * start")
+            for k, m in enumerate(self.moments):
+                row = f"row + {ROW * k} + 4 * start"
+                head.append(f"decode_{_kind(m)}(at_{m.key} + start, {row}, stop - start)")
+                head.append(f"scale_{m.key} = read_f32(absmax_{m.key} + start // 64)")
+        return ["for start in range(0, n, 256):", *_indented(head + lines, 4)]
+
+    def _updated_blocks(self, functions: list[RuleFunction], vector: list[str]) -> list[str]:
+        """The loops that update block after block, each with the encoding of the one before."""
         before, after = [], []
         for k, m in enumerate(self.moments):
-            encode = f"encode_{_kind(m)}_64(scratch + {ROW * k} + 4 * {{0}}, inverse_{m.key}, "
-            encode += f"at_{m.key} + {{0}})"
-            before.append(encode.format("(i - 256)"))
-            after.append(encode.format("i"))
-        lines = [f"inverse_{m.key} = f32(0.0)" for m in self.moments]
-        lines += ["start = stop = 0", *_BLOCKS]
-        lines += [f"    top_{m.key} = splat(f32(0.0))" for m in self.moments]
-        lines += self._scales(functions)
-        lines += ["    if start == 0:", "        for j in range(start, stop, 16):"]
-        lines += _indented(vector, 12)
-        lines += ["    else:", "        for i in range(start, stop, 64):"]
+            encode = f"encode_{_kind(m)}_64({{0}} + {ROW * k} + 4 * {{1}}, inverse_{m.key}, "
+            encode += f"at_{m.key} + {{1}})"
+            before.append(encode.format("past", "(i - 256)"))
+            after.append(encode.format("row", "i"))
+        lines = ["past = scratch + 4 * (~start & 256) - 4 * (start - 256)"]
+        lines += [f"top_{m.key} = splat(f32(0.0))" for m in self.moments]
+        lines += ["if start == 0:", "    for j in range(start, stop, 16):"]
+        lines += _indented(vector, 8)
+        lines += ["else:", "    for i in range(start, stop, 64):"]
         for quarter in range(4):
-            lines += _indented([f"j = i + {16 * quarter}", *vector], 12)
-        lines += _indented(before, 12)
-        lines += _indented(self._new_scales(), 4)
+            lines += _indented([f"j = i + {16 * quarter}", *vector], 8)
+        lines += [*_indented(before, 8), *self._new_scales()]
         for k, m in enumerate(self.moments):
-            row = f"scratch + {ROW * k} + 4 * start"
-            lines.append(f"    inverse_{m.key} = inverse_of({row}, largest_{m.key}, stop - start)")
-        return [*lines, "for i in range(start, stop, 64):", *_indented(after, 4)]
+            new = f"inverse_of(row + {ROW * k} + 4 * start, largest_{m.key}, stop - start)"
+            lines.append(f"inverse_{m.key} = {new}")
+        start = [f"inverse_{m.key} = f32(0.0)" for m in self.moments]
+        start.append("row = start = stop = 0")
+        end = ["for i in range(start, stop, 64):", *_indented(after, 4)]
+        return [*start, *self._each_block(functions, lines), *end]
 
     def _new_scales(self) -> list[str]:
         """Store the block's new scales, after mending the block if a moment is not finite."""
@@ -187,7 +192,7 @@ class _ElementWriter:
         names = [f"largest_{m.key}" for m in self.moments]
         lines = [f"{', '.join(names)} = {', '.join(tops)}"]
         lines.append(f"if not ({' and '.join(f'{name} < INFINITY' for name in names)}):")
-        lines.append(f"    {', '.join(names)} = mend(scratch + 4 * start, stop - start)")
+        lines.append(f"    {', '.join(names)} = mend(row + 4 * start, stop - start)")
         return lines + [f"write_f32(absmax_{m.key} + start // 64, largest_{m.key})"
                         for m in self.moments]  # fmt: skip
 
@@ -226,24 +231,18 @@ class _ElementWriter:
         keep = "" if terms_of is gradient_square else "only_finite"
         body += [f"sum_{term} = sum_{term} + {keep}({term})" for term in terms]
         scalars = element_scalars(self.rule, functions)
-        decoded = self.bits == 8 and self._reads_state(functions)
-        lines = self._decoded() if decoded else []
-        lines += [f"sum_{term} = splat(f32(0.0))" for term in terms]
-        lines += [*_BLOCKS, *self._scales(functions), "    for j in range(start, stop, 16):"]
-        lines += _indented(self._vector(functions, False, body), 8)
-        lines.append(f"return {', '.join(f'total(sum_{term})' for term in terms)}")
+        lines = ["for j in range(start, stop, 16):"]
+        lines += _indented(self._vector(functions, False, body), 4)
+        lines = [f"sum_{term} = splat(f32(0.0))" for term in terms] + lines
+        lines += [f"total_{term} += total(sum_{term})" for term in terms]
+        lines = [f"total_{term} = 0.0" for term in terms] + self._each_block(functions, lines)
+        lines.append(f"return {', '.join(f'total_{term}' for term in terms)}")
         block = self._block(f"{name}_block", scalars, functions, lines)
         return [block, self._driver(name, scalars, functions, terms)]
 
     def _reads_state(self, functions: list[RuleFunction]) -> bool:
         keys = {moment.key for moment in self.moments}
         return any(keys & set(reads(fn)) for fn in functions)
-
-    def _scales(self, functions: list[RuleFunction]) -> list[str]:
-        """Lines that read the scales of the block at `start`."""
-        if self.bits == 32 or not self._reads_state(functions):
-            return []
-        return [f"    scale_{m.key} = read_f32(absmax_{m.key} + start // 64)" for m in self.moments]
 
     def _tensors(self, functions: list[RuleFunction], writes: bool) -> list[str]:
         """Of p and g, what functions read; with p where it is written."""
@@ -260,8 +259,8 @@ class _ElementWriter:
         return names
 
     def _moment_at(self, k: int, moment: Moment) -> str:
-        """Address of the fp32 values of moment k of a tile."""
-        return f"scratch + {ROW * k}" if self.bits == 8 else f"at_{moment.key}"
+        """Address of the fp32 values of moment k, less 4 bytes an element."""
+        return f"row + {ROW * k}" if self.bits == 8 else f"at_{moment.key}"
 
     def _vector(self, functions: list[RuleFunction], writes: bool, body: list[str]) -> list[str]:
         """Lines for the 16 elements at j: loads of what is read, then `body`."""
@@ -280,7 +279,7 @@ class _ElementWriter:
     def _block(
         self, name: str, scalars: list[str], functions: list[RuleFunction], lines: list[str]
     ) -> str:
-        """A function over a tile of n elements: full blocks, or a short one of n % 64 == 0."""
+        """A function over n elements: full blocks, or a short one of n % 64 == 0."""
         names = self._arguments(functions, name == "update_block")
         arguments = [*names, "n", "scratch", "gscale", *scalars]
         head = f"def {name}({', '.join(arguments)}):"
@@ -305,7 +304,7 @@ class _ElementWriter:
             "    while b < end:",
             "        column = b % per_row * 256",
             "        first = b // per_row * row + column",
-            f"        whole = min(row - column, 256 * min(end - b, {TILE})) // 256",
+            "        whole = min(row - column, 256 * (end - b)) // 256",
             "        size = 256 * whole if whole > 0 else row - column",
             "        n = (size + 63) // 64 * 64",
         ]
