@@ -35,7 +35,16 @@ BLOCKS = ROWS * 6
 AREA = 1 << 32  # distance between operands, and where scratch memory begins
 WIDTH = {"f32": 4, "bf16": 2}
 # Of the shares that threads run, and of the functions for the codec alone.
-UNUSED = ("take", "read_i64", "int_table", "float_table", "float_list", "encode_s", "encode_u")
+UNUSED = (
+    "take",
+    "number_of",
+    "read_i64",
+    "int_table",
+    "float_table",
+    "float_list",
+    "encode_s",
+    "encode_u",
+)
 
 
 def every_rule():

@@ -87,6 +87,17 @@ def take(typing, address):
 
 
 @intrinsic
+def number_of(typing, function):
+    """What the C function `int function(void)` at an address returns."""
+
+    def emit(context, b, signature_, args):
+        kind = ir.FunctionType(i32, []).as_pointer()
+        return b.sext(b.call(b.inttoptr(args[0], kind), []), i64)
+
+    return types.int64(types.int64), emit
+
+
+@intrinsic
 def _untyped(typing, address):
     kind = types.voidptr
     return kind(types.int64), lambda c, b, s, a: b.inttoptr(a[0], c.get_value_type(kind))

@@ -365,15 +365,22 @@ def share(name: str, numbers: Iterable[str], arguments: Iterable[str]) -> str:
         arguments: texts of what the function takes after lo and hi, each with {} in place of a
             further word.
     """
-    named = ["count", "pieces", *numbers]
-    lines = [f"{word} = read_i64(job + {8 * (1 + k)})" for k, word in enumerate(named)]
+    named = ["number", "tickets", "threads", "each", "count", *numbers]
+    lines = [f"{word} = read_i64(job + {8 * k})" for k, word in enumerate(named)]
     passed = []
-    for k, argument in enumerate(arguments, start=1 + len(named)):
+    for k, argument in enumerate(arguments, start=len(named)):
         lines.append(f"word_{k} = {argument.format(f'read_i64(job + {8 * k})')}")
         passed.append(f"word_{k}")
-    lines += ["piece = take(job)", "while piece < pieces:"]
-    lines += ["    lo, hi = count * piece // pieces, count * (piece + 1) // pieces"]
-    lines += [f"    {name}(lo, hi, {', '.join(passed)})", "    piece = take(job)"]
+    lines += [
+        "this = number_of(number) if number != 0 else take(tickets)",
+        "for turn in range(threads):",
+        "    owner = (this + turn) % threads",
+        "    piece = take(tickets + 64 * (1 + owner))",
+        "    while piece < each:",
+        "        k, pieces = owner * each + piece, threads * each",
+        f"        {name}(count * k // pieces, count * (k + 1) // pieces, {', '.join(passed)})",
+        "        piece = take(tickets + 64 * (1 + owner))",
+    ]
     return "\n".join([f"def {name}_share(job):", *_indented(lines, 4)])
 
 

@@ -2,12 +2,17 @@
 
 A pass is compiled to a C function `share(job)`, where `job` is the address of int64 words:
 
-    0  the next piece, which shares count up atomically
-    1  how many items (chunks, blocks) the pass has
-    2  how many pieces the items are cut into
-    3  and on: what the pass works on
+    0  address of a C function that says the number of the calling thread, or 0
+    1  address of tickets, atomic counters 64 bytes apart: of threads, then of each thread's pieces
+    2  how many threads there are at most
+    3  how many pieces each of them has
+    4  how many items (chunks, blocks) all pieces have
+    5  and on: what the pass works on
 
-Any number of threads may run one job's share at once; each takes pieces until none is left.
+A thread takes its own pieces, then those that others have not come to. So any number of threads
+may run a job, and one that lags is helped; and the passes of a step meet a part of a tensor on the
+same core, which matters where cores do not share a cache: a parameter that one core has read for a
+norm and another one updates would have to be fetched from the first.
 
 The threads are those of the OpenMP team that torch's own operators run on: its workers stay awake
 for a while after a backward pass, each on its core, so that they start at once, where a thread of
@@ -33,8 +38,7 @@ import numba
 import numpy as np
 import torch
 
-NEXT, COUNT, PIECES, WORK = 0, 1, 2, 3  # words of a job
-PIECES_PER_THREAD = 8  # a thread that lags takes fewer
+PIECES = 8  # of each thread
 
 _forked = False
 
@@ -75,20 +79,22 @@ if hasattr(os, "register_at_fork"):
 
 
 @cache
-def _openmp() -> Any:
-    """`GOMP_parallel` of the OpenMP library that torch is linked with, or None.
+def _openmp() -> tuple[Any, int] | None:
+    """`GOMP_parallel` of the OpenMP library that torch is linked with, and the address of its
+    `omp_get_thread_num`; or None.
 
-    GNU's and LLVM's libraries have it, and Intel's. A symbol that is looked up in libtorch_cpu is
+    GNU's and LLVM's libraries have both, and Intel's. A symbol that is looked up in libtorch_cpu is
     also looked for in the libraries that it depends on.
     """
-    library = Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"
+    path = Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"
     try:
-        parallel = ctypes.CDLL(str(library)).GOMP_parallel
+        library = ctypes.CDLL(str(path))
+        parallel, number = library.GOMP_parallel, library.omp_get_thread_num
     except (OSError, AttributeError):
         return None
     parallel.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint]
     parallel.restype = None
-    return parallel
+    return parallel, ctypes.cast(number, ctypes.c_void_p).value or 0
 
 
 @cache
@@ -104,17 +110,19 @@ def run(share: Any, count: int, threads: int, work: list[int]) -> None:
         share: a `compiled_share`.
         count: how many items it has.
         threads: how many threads to use at most.
-        work: the words from `WORK` on.
+        work: the job's words on what it works on.
     """
-    threads = min(threads, count)
-    pieces = min(count, threads * PIECES_PER_THREAD) if threads > 1 else 1
-    words = np.array([0, count, pieces, *work], dtype=np.int64)
-    job = words.ctypes.data
-    if threads <= 1:
-        share.ctypes(job)
-        return
-    parallel = None if _forked else _openmp()
-    if parallel is None:
-        _pool.run(share.ctypes, job, threads)
+    threads = max(1, min(threads, count))
+    each = PIECES if threads > 1 else 1
+    team = None if _forked or threads == 1 else _openmp()
+    number = 0 if team is None else team[1]
+    tickets = np.zeros((1 + threads, 8), dtype=np.int64)
+    words = [number, tickets.ctypes.data, threads, each, count, *work]
+    job = np.array(words, dtype=np.int64)
+    address = job.ctypes.data
+    if threads == 1:
+        share.ctypes(address)
+    elif team is None:
+        _pool.run(share.ctypes, address, threads)
     else:
-        parallel(share.address, job, threads, 0)
+        team[0](share.address, address, threads, 0)
