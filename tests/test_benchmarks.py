@@ -2,12 +2,14 @@
 
 import json
 import math
+from pathlib import Path
 
 import pytest
 import torch
 
 from benchmarks import (
     compare_worker,
+    cpu_page,
     intervals,
     measure,
     models,
@@ -22,6 +24,7 @@ from benchmarks import (
 compare_program = pytest.importorskip("benchmarks.compare")
 equivalence_program = pytest.importorskip("benchmarks.equivalence")
 speed_program = pytest.importorskip("benchmarks.speed")
+passes_program = pytest.importorskip("benchmarks.passes")
 summary = pytest.importorskip("benchmarks.summary")
 typer = pytest.importorskip("typer")
 testing = pytest.importorskip("typer.testing")
@@ -316,3 +319,38 @@ def test_equivalence_refuses(arguments, message):
     result = run(equivalence_program, *arguments)
     assert result.exit_code == 2
     assert message in result.output
+
+
+def test_passes_times_every_pass(tmp_path, monkeypatch):
+    monkeypatch.setattr(passes_program, "LARGE", 1 << 16)
+    result = run(
+        passes_program, "--optimizer", "LANS8bit", "--optimizer", "SGD8bit", "--rounds", 1, "--out",
+        tmp_path,
+    )  # fmt: skip
+    assert result.exit_code == 0, result.output
+    rows = json.loads((tmp_path / "passes.json").read_text())["passes"]
+    assert [row["pass"] for row in rows] == ["reduce_0", "reduce_1", "update", "update"]
+    assert all(row["ns"]["median"] > 0 and row["ns_in_cache"]["median"] > 0 for row in rows)
+
+
+def test_passes_refuses_what_has_none():
+    result = run(passes_program, "--optimizer", "Cain8bit")
+    assert result.exit_code == 2
+    assert "does not run on the Numba engine" in result.output.replace("\n", " ")
+
+
+@pytest.mark.parametrize(
+    ("of_copy", "cached", "said"),
+    [(0.9, 1.0, "memory"), (0.5, 0.9, "arithmetic"), (0.5, 0.4, "both")],
+)
+def test_what_bounds_a_pass(of_copy, cached, said):
+    row = {"of_copy": of_copy, "ns": {"median": 1.0}, "ns_in_cache": {"median": cached}}
+    assert passes_program.bound(row) == said
+
+
+def test_the_cpu_page_shows_the_result_files():
+    page = (Path(__file__).resolve().parent.parent / "docs" / "cpu.md").read_text(encoding="utf-8")
+    tables = list(cpu_page.tables())
+    assert len(tables) == 6
+    for table in tables:
+        assert f"\n\n{table}\n\n" in page

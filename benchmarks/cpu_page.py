@@ -1,0 +1,82 @@
+"""The tables of docs/cpu.md, from the result files.
+
+`python -m benchmarks.cpu_page` prints them.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+RESULTS = Path(__file__).resolve().parent / "results"
+CASES = ("one", "split64", "resnet50", "gpt2")
+SMALL = "small1000"
+
+
+def _table(head: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
+    head = list(head)
+    lines = [head, ["---"] * len(head), *rows]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def _pairs(section: dict) -> dict[str, dict[str, dict]]:
+    """By optimizer, then by case."""
+    pairs: dict[str, dict[str, dict]] = {}
+    for pair in section["pairs"]:
+        pairs.setdefault(pair["optimizer"], {})[pair["case"]] = pair
+    return pairs
+
+
+def ratios(section: dict) -> str:
+    """Time over torch's fused optimizer, and the bandwidth on one tensor of the copy's."""
+    rows = []
+    for name, cases in _pairs(section).items():
+        cells = []
+        for case in CASES:
+            ratio = cases[case]["ratio"]
+            cells.append(f"{ratio['median']:.2f} ({ratio['q25']:.2f}, {ratio['q75']:.2f})")
+        share = cases["one"]["gb_per_s"] / section["copy_gb_per_s"]
+        beside = cases["one"]["baseline"].removeprefix("torch.optim.").removesuffix("-fused")
+        rows.append([name, beside, *cells, f"{share:.0%}"])
+    return _table(["", "beside", *CASES, "of copy"], rows)
+
+
+def overhead(section: dict) -> str:
+    """Microseconds a step over 1,000 tensors."""
+    rows = []
+    for name, cases in _pairs(section).items():
+        pair = cases[SMALL]
+        ours, theirs = 1e3 * pair["ms"]["median"], 1e3 * pair["baseline_ms"]["median"]
+        rows.append([name, f"{ours:,.0f}", f"{theirs:,.0f}"])
+    return _table(["", "µs a step", "torch's foreach"], rows)
+
+
+def passes(written: dict) -> str:
+    """Nanoseconds an element of each pass, and what bounds it."""
+    rows = [
+        [
+            row["optimizer"], row["pass"], f"{row['bytes_per_element']:.1f}",
+            f"{row['ns']['median']:.3f}", f"{row['ns_in_cache']['median']:.3f}",
+            f"{row['of_copy']:.0%}", row["bound"],
+        ]
+        for row in written["passes"]
+    ]  # fmt: skip
+    head = ["", "pass", "bytes", "ns from memory", "ns in cache", "of copy", "bound by"]
+    return _table(head, rows)
+
+
+def tables() -> Iterator[str]:
+    """All of them, in the page's order."""
+    for name in ("speed.json", "speed_contended.json"):
+        path = RESULTS / name
+        if path.exists():
+            sections = json.loads(path.read_text(encoding="utf-8"))["sections"]
+            yield from (ratios(section) for section in sections[::-1])
+    sections = json.loads((RESULTS / "speed.json").read_text(encoding="utf-8"))["sections"]
+    yield overhead(next(section for section in sections if section["threads"] == 2))
+    yield passes(json.loads((RESULTS / "passes.json").read_text(encoding="utf-8")))
+
+
+if __name__ == "__main__":
+    print("\n\n".join(tables()))
