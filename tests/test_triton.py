@@ -230,3 +230,32 @@ def test_capture_without_a_plan_says_what_to_do(monkeypatch):
         pytest.raises(RuntimeError, match=r"at least one step .* before the capture"),
     ):
         build("AdamW", [p], 8).step()
+
+
+def test_new_gradients_are_read_where_they_lie(monkeypatch):
+    """Only their addresses are sent; one at another alignment takes another kernel."""
+    looked = []
+    key = triton_plan._key
+    monkeypatch.setattr(triton_plan, "_key", lambda *args: looked.append(1) or key(*args))
+    results, counts = {}, []
+    for engine in ("triton", "torch"):
+        generator = torch.Generator().manual_seed(0)
+        device = DEVICE if engine == "triton" else "cpu"
+        shapes = [(2048,), (3, 512)]
+        params = [
+            torch.nn.Parameter(torch.randn(s, generator=generator).to(device)) for s in shapes
+        ]
+        with lowbit_optim.use_engine(engine):
+            optimizer = build("AdamW", params, 8)
+            for shift in (0, 0, 1, 1, 0):
+                for p in params:
+                    memory = torch.empty(p.numel() + 4, device=device)
+                    p.grad = memory[shift : shift + p.numel()].view(p.shape)
+                    p.grad.copy_(torch.randn(p.shape, generator=generator))
+                before = len(looked)
+                optimizer.step()
+                counts.append(len(looked) - before)
+        results[engine] = [p.detach().cpu() for p in params]
+    assert counts[:5] == [2, 0, 2, 0, 2]
+    for p, q in zip(results["triton"], results["torch"], strict=True):
+        assert cases.distance(p, q) < 1e-4
