@@ -3,7 +3,7 @@
 auto: a CUDA, ROCm or XPU tensor goes to Triton; a CPU tensor of fp32, bf16 or fp16 to Numba;
 anything else to torch. `use_engine` or the environment variable LOWBIT_OPTIM_ENGINE asks for one
 engine explicitly; a request that cannot be met raises with the reason. When auto has to fall back
-on torch because a compiler is missing, it warns once. An exception inside an engine propagates.
+on torch because something is missing, it warns once. An exception inside an engine propagates.
 """
 
 from __future__ import annotations
@@ -55,6 +55,12 @@ def _triton_refuses(device: torch.device, dtype: torch.dtype) -> str | None:
     return None
 
 
+def _converts_half() -> bool:
+    from .numba_vector import converts_half  # imports Numba, which this tensor is about to need
+
+    return converts_half()
+
+
 def _numba_refuses(device: torch.device, dtype: torch.dtype) -> str | None:
     if not _installed("numba"):
         return "numba is not installed"
@@ -62,6 +68,8 @@ def _numba_refuses(device: torch.device, dtype: torch.dtype) -> str | None:
         return f"the numba engine runs CPU tensors, not {device.type!r} ones"
     if dtype not in HALF_TO_SINGLE:
         return f"the numba engine computes in fp32 and does not take {dtype}"
+    if dtype == torch.float16 and not _converts_half():
+        return "the CPU that numba compiles for lacks instructions for float16 (F16C)"
     return None
 
 
@@ -148,7 +156,7 @@ def _resolve(asked: str, source: str, device: torch.device, dtype: torch.dtype) 
     refusal = _REFUSES[wanted](device, dtype)
     if refusal is None:
         return EngineChoice(wanted, f"the default for {dtype} on {device.type}")
-    if "not installed" in refusal:
+    if "not installed" in refusal or "lacks" in refusal:
         _warn_of_fallback(device.type, refusal)
     return EngineChoice("torch", refusal)
 

@@ -12,6 +12,7 @@ have to prove that the codes do not overlap the parameters.
 from __future__ import annotations
 
 import operator
+import platform
 from collections.abc import Callable
 
 import llvmlite.binding as llvm
@@ -43,6 +44,11 @@ def host_features() -> set[str]:
     if name not in (None, "host"):
         return set()  # a named CPU without a list of features: assume nothing
     return {name for name, present in llvm.get_host_cpu_features().items() if present}
+
+
+def converts_half() -> bool:
+    """Whether LLVM turns fp16 into fp32 by instructions; without, it calls what is not there."""
+    return platform.machine().lower() not in ("x86_64", "amd64") or "f16c" in host_features()
 
 
 class VectorType(types.Type):

@@ -1,0 +1,95 @@
+"""The Numba engine on CPUs without AVX-512, for which it compiles other instructions."""
+
+import platform
+
+import pytest
+
+from protocol import python
+
+pytest.importorskip("numba")
+
+CPUS = {
+    "AVX2": ("haswell", "+sse4.2,+avx,+avx2,+fma,+f16c,+bmi,+bmi2,+popcnt,+lzcnt"),
+    "SSE2": ("x86-64", "+sse2"),
+}
+pytestmark = [
+    pytest.mark.skipif(platform.machine() not in ("x86_64", "AMD64"), reason="x86-64 features"),
+    pytest.mark.parametrize("cpu", CPUS),
+]
+START = """
+import torch, lowbit_optim
+from lowbit_optim_kernels import numba_codec
+assert not numba_codec.HAS_AVX512
+
+def walk(engine, cls, dtype, **options):
+    generator = torch.Generator().manual_seed(0)
+    shapes = [(3000,), (64, 147), (7,), ()]
+    params = [torch.nn.Parameter(torch.randn(s, generator=generator).to(dtype)) for s in shapes]
+    with lowbit_optim.use_engine(engine):
+        optimizer = cls(params, lr=0.01, min_8bit_size=1, **options)
+        for _ in range(4):
+            for p in params:
+                p.grad = torch.randn(p.shape, generator=generator).to(dtype)
+            optimizer.step()
+    return [p.detach().float() for p in params], optimizer
+
+def farthest(cls, dtype, **options):
+    got, want = (walk(engine, cls, dtype, **options)[0] for engine in ("numba", "torch"))
+    return max(float((a - b).abs().max() / b.abs().max()) for a, b in zip(got, want))
+"""
+
+
+def run(cpu, script, tmp_path):
+    name, features = CPUS[cpu]
+    chosen = {"NUMBA_CPU_NAME": name, "NUMBA_CPU_FEATURES": features}
+    return python(START + script, timeout=240, LOWBIT_OPTIM_CACHE_DIR=str(tmp_path), **chosen)
+
+
+def test_steps_are_as_on_torch(cpu, tmp_path):
+    script = """
+for cls, options in ((lowbit_optim.AdamW8bit, {}), (lowbit_optim.LARS8bit, {"momentum": 0.9})):
+    for dtype in (torch.float32, torch.bfloat16):
+        assert farthest(cls, dtype, **options) < (1e-4 if dtype == torch.float32 else 8e-3)
+print("same")
+"""
+    assert run(cpu, script, tmp_path) == "same"
+
+
+def test_codes_are_the_nearest(cpu, tmp_path):
+    script = """
+for signed in (True, False):
+    book = lowbit_optim.create_dynamic_map(signed).double()
+    middle = (book[1:] + book[:-1]) / 2
+    x = torch.cat([10.0 ** -(8 * torch.rand(20_000)), torch.zeros(1), torch.ones(1)])
+    x = x * torch.randn(len(x)).sign() if signed else x
+    x[-1] = 1.0
+    x = torch.cat([x, torch.zeros(-len(x) % 256)]).view(-1, 256)
+    x[:, 0] = 1.0
+    codes, absmax = lowbit_optim.quantize_blockwise(x.flatten(), signed)
+    want = torch.searchsorted(middle, x.flatten().double())
+    if not signed:  # a positive number never becomes zero
+        want = torch.where(x.flatten() > 0, want.clamp(min=1), want)
+    wrong = (codes.long() - want).abs()
+    assert int(wrong.max()) <= 1 and int((wrong > 0).sum()) <= 2, (signed, int((wrong > 0).sum()))
+print("nearest")
+"""
+    assert run(cpu, script, tmp_path) == "nearest"
+
+
+def test_float16(cpu, tmp_path):
+    """Without F16C there are no instructions for it, and Numba would crash."""
+    script = """
+import warnings
+if {without}:
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        got, _ = walk("auto", lowbit_optim.AdamW8bit, torch.float16)
+    assert "lacks instructions for float16" in str(seen[0].message), seen
+    assert lowbit_optim.engine_for(torch.zeros(1, dtype=torch.float16)).name == "torch"
+    want, _ = walk("torch", lowbit_optim.AdamW8bit, torch.float16)
+    assert all(torch.equal(a, b) for a, b in zip(got, want))
+else:
+    assert farthest(lowbit_optim.AdamW8bit, torch.float16) < 2e-3
+print("done")
+""".replace("{without}", str(cpu == "SSE2"))
+    assert run(cpu, script, tmp_path) == "done"
