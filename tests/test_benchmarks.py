@@ -19,6 +19,7 @@ from benchmarks import (
     verify,
     workloads,
 )
+from protocol import python
 
 # These need the extra `cli`.
 compare_program = pytest.importorskip("benchmarks.compare")
@@ -354,3 +355,15 @@ def test_the_cpu_page_shows_the_result_files():
     assert len(tables) == 6
     for table in tables:
         assert f"\n\n{table}\n\n" in page
+
+
+def test_plan_times_building_and_reuse(tmp_path):
+    """In a process of its own: it switches Triton's interpreter on."""
+    pytest.importorskip("triton")
+    python(f"""
+import pathlib
+from benchmarks import plan
+plan.main(tensors=20, rounds=2, out=pathlib.Path({str(tmp_path)!r}))
+""")
+    times = json.loads((tmp_path / "plan.json").read_text())["microseconds"]
+    assert times["build"]["median"] > times["new gradients"]["median"] > 0

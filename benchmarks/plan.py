@@ -1,0 +1,95 @@
+"""Time the host's work on a GPU step's launch plan; needs no GPU.
+
+`python -m benchmarks.plan`: microseconds to build the tables for many small tensors, and to bring
+them up to date when the gradients are new. The tables stay on the CPU here, so sending them to a
+device is not in it.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated
+
+os.environ.setdefault("TRITON_INTERPRET", "1")  # so that Triton takes CPU tensors
+
+import torch
+import typer
+from rich.console import Console
+
+import lowbit_optim
+from benchmarks import measure, report
+from benchmarks.compare import LOCAL_RESULTS
+from lowbit_optim_kernels import dispatch, triton_plan
+from lowbit_optim_kernels.plan import Batch
+
+
+def _batch(tensors: int) -> Batch:
+    """What a step of AdamW8bit hands to the engine."""
+    params = [torch.nn.Parameter(torch.randn(64)) for _ in range(tensors)]
+    for p in params:
+        p.grad = torch.randn_like(p)
+    optimizer = lowbit_optim.AdamW8bit(params, min_8bit_size=1)
+    seen: list[Batch] = []
+    original = dispatch.step
+    dispatch.step = lambda batches, *rest: seen.extend(batches)
+    try:
+        with lowbit_optim.use_engine("triton"):
+            optimizer.step()
+    finally:
+        dispatch.step = original
+    (batch,) = seen
+    for slot, p in zip(batch.slots, params, strict=True):
+        slot.g = p.grad
+    return batch
+
+
+def _microseconds(call: Callable[[], object]) -> float:
+    start = time.perf_counter()
+    call()
+    return 1e6 * (time.perf_counter() - start)
+
+
+def times(tensors: int, rounds: int) -> dict[str, dict[str, float]]:
+    """Microseconds to build a plan, to find it unchanged, and to take new gradients."""
+    batch = _batch(tensors)
+    found: dict[str, list[float]] = {"build": [], "same gradients": [], "new gradients": []}
+    for _ in range(rounds):
+        batch.cache.clear()
+        batch.again = False
+        found["build"].append(_microseconds(lambda: triton_plan.current(batch)))
+        batch.again = True
+        found["same gradients"].append(_microseconds(lambda: triton_plan.current(batch)))
+        for slot in batch.slots:
+            slot.g = torch.randn_like(slot.g)
+        found["new gradients"].append(_microseconds(lambda: triton_plan.current(batch)))
+    return {name: measure.spread(values) for name, values in found.items()}
+
+
+def main(
+    tensors: Annotated[int, typer.Option(min=1, help="of 64 elements")] = 1000,
+    rounds: Annotated[int, typer.Option(min=1)] = 15,
+    out: Annotated[Path, typer.Option(help="folder for plan.json")] = LOCAL_RESULTS,
+) -> None:
+    """Time the host's work on a GPU step's launch plan."""
+    console, load = Console(), report.load_average()
+    result = times(tensors, rounds)
+    for name, spread in result.items():
+        console.print(
+            f"{name}: {spread['median']:.0f} us ({spread['q25']:.0f} {spread['q75']:.0f}) for "
+            f"{tensors} tensors",
+            highlight=False,
+        )
+    if report.busy_note(load):
+        console.print(report.busy_note(load))
+    written = {
+        "command": report.command("benchmarks.plan", {"tensors": tensors, "rounds": rounds}),
+        **report.environment(), "load_before": load, "microseconds": result,
+    }  # fmt: skip
+    report.write_json(out / "plan.json", written)
+
+
+if __name__ == "__main__":
+    typer.run(main)
