@@ -5,7 +5,7 @@
 this module is imported, from the CPU features that Numba compiles for:
 
     AVX-512 VBMI   decode by 256-entry tables of bytes held in registers
-    AVX-512        encode by tables of slopes and octaves held in registers
+    AVX-512, AVX2  encode by tables of slopes and octaves, held in registers or in the first cache
     any other      decode by a table in memory, encode by a chain of comparisons
 
 All are exact in decoding and follow `numba_tables` in encoding.
@@ -44,6 +44,7 @@ from .numba_vector import (
 
 _features = host_features()
 HAS_AVX512 = {"avx512f", "avx512bw", "avx512dq"} <= _features
+HAS_AVX2 = {"avx2", "fma"} <= _features
 HAS_VBMI = HAS_AVX512 and "avx512vbmi" in _features
 
 MANTISSA, ONE, BELOW_TWO = 0x007FFFFF, 0x3F800000, 0x3FFFFFFF  # bit patterns of fp32
@@ -147,14 +148,48 @@ def _decoder(signed: bool) -> Callable:
 # Encoding. `inverse` is 2**DOWN / absmax.
 
 
-def _lookup_16(b: ir.IRBuilder, table: np.ndarray, index: ir.Value) -> ir.Value:
-    name = "llvm.x86.avx512.permvar.sf.512"
-    return call(b, name, vector(f32), constant(f32, table.astype(np.float32)), index)
+def _by_halves(b: ir.IRBuilder, look_up: Callable, index: ir.Value) -> ir.Value:
+    """A look-up of eight lanes for each half of sixteen."""
+    low, high = (look_up(shuffle(b, index, index, range(k, k + 8))) for k in (0, 8))
+    return shuffle(b, low, high, range(16))
 
 
-def _lookup_32(b: ir.IRBuilder, table: np.ndarray, index: ir.Value) -> ir.Value:
-    low, high = constant(i32, table[:16]), constant(i32, table[16:])
-    return call(b, "llvm.x86.avx512.vpermi2var.d.512", vector(i32), low, index, high)
+def _slope(b: ir.IRBuilder, signed: bool, index: ir.Value) -> ir.Value:
+    """The slope of a segment by the exponent field."""
+    table = slope_table(signed).astype(np.float32)
+    if HAS_AVX512:
+        name = "llvm.x86.avx512.permvar.sf.512"  # looks at the low four bits
+        return call(b, name, vector(f32), constant(f32, table), index)
+    # Of the low three bits the first segment shares those of the last, whose slope serves it too:
+    # its numbers are so small that the slope does not matter.
+    first = (127 + BIAS[signed]) & 15
+    table[first] = table[(first + 8) & 15]
+    eight = constant(f32, [table[k] or table[k + 8] for k in range(8)])
+
+    def look_up(half: ir.Value) -> ir.Value:
+        return call(b, "llvm.x86.avx2.permps", vector(f32, 8), eight, half)
+
+    return _by_halves(b, look_up, index)
+
+
+def _octave(b: ir.IRBuilder, signed: bool, index: ir.Value) -> ir.Value:
+    """What to add to the bits of a number by the low five bits of its exponent field."""
+    table = octave_table(signed)
+    if HAS_AVX512:
+        low, high = constant(i32, table[:16]), constant(i32, table[16:])
+        name = "llvm.x86.avx512.vpermi2var.d.512"
+        return call(b, name, vector(i32), low, index, high)
+
+    def look_up(half: ir.Value) -> ir.Value:
+        parts = [constant(i32, table[k : k + 8]) for k in range(0, 32, 8)]
+        parts = [call(b, "llvm.x86.avx2.permd", vector(i32, 8), part, half) for part in parts]
+        for bit in (28, 27):  # to the sign, by which AVX2 selects
+            chosen = b.icmp_signed("<", b.shl(half, fill(i32, bit, 8)), fill(i32, 0, 8))
+            pairs = zip(parts[::2], parts[1::2], strict=True)
+            parts = [b.select(chosen, upper, lower) for lower, upper in pairs]
+        return parts[0]
+
+    return _by_halves(b, look_up, index)
 
 
 def _scaled(b: ir.IRBuilder, x: ir.Value, inverse: ir.Value) -> ir.Value:
@@ -166,12 +201,14 @@ def _position_by_tables(b: ir.IRBuilder, x: ir.Value, inverse: ir.Value, signed:
     """Signed: code - 127; unsigned: code + 1, or less for zero; i32 lanes."""
     if signed:
         q = _scaled(b, x, inverse)
+    elif not HAS_AVX512:
+        q = b.fmul(x, inverse)
     else:  # rounded up, so that a positive number never becomes zero
         q = call(b, "llvm.x86.avx512.mul.ps.512", vector(f32), x, inverse, UPWARD)
     bits = b.bitcast(q, vector(i32))
     octave = b.lshr(bits, fill(i32, 23))  # a permutation looks at the low five bits only
-    moved = b.add(bits, _lookup_32(b, octave_table(signed), octave))  # keeps the sign of q
-    slope = _lookup_16(b, slope_table(signed), b.lshr(moved, fill(i32, 23)))
+    moved = b.add(bits, _octave(b, signed, octave))  # keeps the sign of q
+    slope = _slope(b, signed, b.lshr(moved, fill(i32, 23)))
     y = fabs(b, q) if signed else q
     v = call(b, "llvm.fma.v16f32", vector(f32), y, slope, fill(f32, OFFSET))
     v = b.bitcast(v, vector(i32))
@@ -181,6 +218,16 @@ def _position_by_tables(b: ir.IRBuilder, x: ir.Value, inverse: ir.Value, signed:
     exponent = b.and_(moved, fill(i32, ~MANTISSA & 0xFFFFFFFF))
     position = b.or_(exponent, b.and_(v, fill(i32, MANTISSA)))
     return b.fptosi(b.bitcast(position, vector(f32)), vector(i32))
+
+
+def _codes_of(b: ir.IRBuilder, x: ir.Value, position: ir.Value, signed: bool) -> ir.Value:
+    """Codes of 16 numbers with their positions, without the instructions of `_pack_codes`."""
+    code = b.add(position, fill(i32, 127 if signed else -1))
+    least = fill(i32, 0 if signed else 1)
+    code = b.select(b.icmp_signed(">", code, least), code, least)
+    if not signed:
+        code = b.select(b.fcmp_ordered(">", x, fill(f32, 0.0)), code, fill(i32, 0))
+    return b.trunc(code, vector(i8))
 
 
 def _pack_codes(b: ir.IRBuilder, positions: list, signed: bool) -> ir.Value:
@@ -235,7 +282,11 @@ def _encoder(signed: bool) -> Callable:
                     positions.append(_position_by_tables(b, x, inverse, signed))
                 else:
                     to = b.add(codes, ir.Constant(i64, 16 * k))
-                    part = _codes_by_comparing(b, x, inverse, signed)
+                    if HAS_AVX2:
+                        position = _position_by_tables(b, x, inverse, signed)
+                        part = _codes_of(b, x, position, signed)
+                    else:
+                        part = _codes_by_comparing(b, x, inverse, signed)
                     b.store(part, pointer(b, to, vector(i8)), align=1)
             if HAS_AVX512:
                 packed = _pack_codes(b, positions, signed)
