@@ -42,8 +42,6 @@ UNUSED = (
     "int_table",
     "float_table",
     "float_list",
-    "encode_s",
-    "encode_u",
 )
 
 
@@ -91,7 +89,10 @@ class Recorder:
     def decode(self, codes, row, n):
         self.note("read", codes, n)
 
-    def encode(self, row, inverse, codes):
+    def encode(self, row, inverse, codes, n):
+        self.note("write", codes, n)
+
+    def put(self, x, y, z, w, codes):
         self.note("write", codes, 64)
 
     def stack(self, size):
@@ -117,9 +118,13 @@ class Recorder:
             "rounded": np.multiply, "total": np.sum, "highest": np.max,
             "reach": lambda top, x: np.maximum(top, np.abs(x)),
             "reach_unsigned": np.maximum, "inverse_of": lambda row, largest, n: 1 / largest,
-            "decode_s": self.decode, "decode_u": self.decode, "encode_s_64": self.encode,
-            "encode_u_64": self.encode, "stack": self.stack, "enter": self.enter,
-            "leave": self.leave, "read_f32": self.read_f32,
+            "LEAST": 2.0**-28, "MOST": 2.0**28, "ONE_DOWN": 1.0,
+            "decode_s": self.decode, "decode_u": self.decode,
+            "encode_s": self.encode, "encode_u": self.encode,
+            "place_s": lambda x, inverse: x, "place_u": lambda x, inverse: x,
+            "put_s_64": self.put, "put_u_64": self.put,
+            "stack": self.stack, "enter": self.enter, "leave": self.leave,
+            "read_f32": self.read_f32,
             "write_f32": lambda at, x: self.note("write", at, 4),
         }  # fmt: skip
         names.update(dict.fromkeys(UNUSED))

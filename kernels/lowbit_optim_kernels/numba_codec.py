@@ -1,8 +1,9 @@
 """The codec `dynamic8` on vectors of 16 lanes, 64 codes at a time.
 
-`decode_s_64` and `decode_u_64` give the codebook values of 64 codes as four vectors;
-`encode_s_64` and `encode_u_64` turn 64 fp32 numbers into codes. The instructions are chosen when
-this module is imported, from the CPU features that Numba compiles for:
+`decode_s_64` and `decode_u_64` give the codebook values of 64 codes as four vectors. Encoding has
+two steps, so that a loop can spread it between other work: `place_s` and `place_u` find the places
+of 16 fp32 numbers, `put_s_64` and `put_u_64` store the codes of four such vectors. The instructions
+are chosen when this module is imported, from the CPU features that Numba compiles for:
 
     AVX-512 VBMI   decode by 256-entry tables of bytes held in registers
     AVX-512, AVX2  encode by tables of slopes and octaves, held in registers or in the first cache
@@ -48,6 +49,8 @@ HAS_AVX2 = {"avx2", "fma"} <= _features
 HAS_VBMI = HAS_AVX512 and "avx512vbmi" in _features
 
 MANTISSA, ONE, BELOW_TWO = 0x007FFFFF, 0x3F800000, 0x3FFFFFFF  # bit patterns of fp32
+# What absmax is divided into, and between what that needs no care.
+ONE_DOWN, LEAST, MOST = np.float32(2.0**DOWN), np.float32(2.0**-28), np.float32(2.0**28)
 # One ulp of the smallest midpoint, about 2**-22, times 2**DOWN.
 NUDGE = 2.0 ** (DOWN - 45)
 UPWARD = ir.Constant(i32, 10)  # round towards +infinity, no exceptions
@@ -145,7 +148,7 @@ def _decoder(signed: bool) -> Callable:
     return decode_64
 
 
-# Encoding. `inverse` is 2**DOWN / absmax.
+# Encoding. `inverse` is 2**DOWN / absmax. A place is a position, or without AVX-512 the code.
 
 
 def _by_halves(b: ir.IRBuilder, look_up: Callable, index: ir.Value) -> ir.Value:
@@ -227,7 +230,7 @@ def _codes_of(b: ir.IRBuilder, x: ir.Value, position: ir.Value, signed: bool) ->
     code = b.select(b.icmp_signed(">", code, least), code, least)
     if not signed:
         code = b.select(b.fcmp_ordered(">", x, fill(f32, 0.0)), code, fill(i32, 0))
-    return b.trunc(code, vector(i8))
+    return code
 
 
 def _pack_codes(b: ir.IRBuilder, positions: list, signed: bool) -> ir.Value:
@@ -243,7 +246,7 @@ def _pack_codes(b: ir.IRBuilder, positions: list, signed: bool) -> ir.Value:
 
 
 def _codes_by_comparing(b: ir.IRBuilder, x: ir.Value, inverse: ir.Value, signed: bool) -> ir.Value:
-    """Codes of 16 numbers in generic vector instructions; i8 lanes."""
+    """Codes of 16 numbers in generic vector instructions; i32 lanes."""
     tops, slopes = segments(signed)
     down = 2.0**DOWN
     q = _scaled(b, x, inverse) if signed else b.fmul(x, inverse)
@@ -261,45 +264,51 @@ def _codes_by_comparing(b: ir.IRBuilder, x: ir.Value, inverse: ir.Value, signed:
     if signed:
         v = call(b, "llvm.copysign.v16f32", vector(f32), b.fmul(v, scale), q)
         code = b.add(b.fptosi(v, vector(i32)), fill(i32, 127))
-        code = b.select(b.icmp_signed(">", code, zero), code, zero)
-    else:
-        v = b.select(b.fcmp_ordered(">", v, fill(f32, 1.0)), v, fill(f32, 1.0))
-        code = b.sub(b.fptosi(b.fmul(v, scale), vector(i32)), fill(i32, 1))
-        code = b.select(b.fcmp_ordered(">", x, fill(f32, 0.0)), code, zero)
-    return b.trunc(code, vector(i8))
+        return b.select(b.icmp_signed(">", code, zero), code, zero)
+    v = b.select(b.fcmp_ordered(">", v, fill(f32, 1.0)), v, fill(f32, 1.0))
+    code = b.sub(b.fptosi(b.fmul(v, scale), vector(i32)), fill(i32, 1))
+    return b.select(b.fcmp_ordered(">", x, fill(f32, 0.0)), code, zero)
 
 
-def _encoder(signed: bool) -> Callable:
+def _encoder(signed: bool) -> tuple[Callable, Callable]:
     @intrinsic
-    def encode_64(typing, source, inverse, target):
+    def place(typing, x, inverse):
+        """The places of 16 numbers: i32 lanes, as the bits of a vector of fp32."""
+
         def emit(context, b, signature, args):
-            address, inverse, codes = args[0], spread(b, args[1]), args[2]
-            positions = []
-            for k in range(4):
-                at = b.add(address, ir.Constant(i64, 64 * k))
-                x = b.load(pointer(b, at, vector(f32)), align=4)
-                if HAS_AVX512:
-                    positions.append(_position_by_tables(b, x, inverse, signed))
-                else:
-                    to = b.add(codes, ir.Constant(i64, 16 * k))
-                    if HAS_AVX2:
-                        position = _position_by_tables(b, x, inverse, signed)
-                        part = _codes_of(b, x, position, signed)
-                    else:
-                        part = _codes_by_comparing(b, x, inverse, signed)
-                    b.store(part, pointer(b, to, vector(i8)), align=1)
+            x, inverse = args[0], spread(b, args[1])
+            if HAS_AVX2 or HAS_AVX512:
+                places = _position_by_tables(b, x, inverse, signed)
+                if not HAS_AVX512:
+                    places = _codes_of(b, x, places, signed)
+            else:
+                places = _codes_by_comparing(b, x, inverse, signed)
+            return b.bitcast(places, vector(f32))
+
+        return F(F, types.float32), emit
+
+    @intrinsic
+    def put_64(typing, x, y, z, w, target):
+        """Store the codes of four vectors of places at an address."""
+
+        def emit(context, b, signature, args):
+            places, target = [b.bitcast(x, vector(i32)) for x in args[:4]], args[4]
             if HAS_AVX512:
-                packed = _pack_codes(b, positions, signed)
-                b.store(packed, pointer(b, codes, vector(i8, 64)), align=1)
+                packed = _pack_codes(b, places, signed)
+                b.store(packed, pointer(b, target, vector(i8, 64)), align=1)
+                return context.get_dummy_value()
+            for k, codes in enumerate(places):
+                to = pointer(b, b.add(target, ir.Constant(i64, 16 * k)), vector(i8))
+                b.store(b.trunc(codes, vector(i8)), to, align=1)
             return context.get_dummy_value()
 
-        return types.void(types.int64, types.float32, types.int64), emit
+        return types.void(F, F, F, F, types.int64), emit
 
-    return encode_64
+    return place, put_64
 
 
 decode_s_64, decode_u_64 = _decoder(True), _decoder(False)
-encode_s_64, encode_u_64 = _encoder(True), _encoder(False)
+(place_s, put_s_64), (place_u, put_u_64) = _encoder(True), _encoder(False)
 
 
 # Whole blocks.
@@ -322,17 +331,17 @@ def _power_of_two_near(typing, a):
 @njit(nogil=True, error_model="numpy", inline="never")
 def inverse_of(x, absmax, n):
     """2**DOWN / absmax, to encode n numbers at x; rescales them in place if far from 1."""
-    if absmax > np.float32(2.0**-28) and absmax < np.float32(2.0**28):
-        return np.float32(2.0**DOWN) / absmax
+    if absmax > LEAST and absmax < MOST:
+        return ONE_DOWN / absmax
     if not absmax > np.float32(0):
         return np.float32(0)
     s = _power_of_two_near(absmax)
     for i in range(0, n, 16):
         store_f32(x + 4 * i, load_f32(x + 4 * i) * s)
-    return np.float32(2.0**DOWN) / (absmax * s)
+    return ONE_DOWN / (absmax * s)
 
 
-def _block_functions(kind: str, decode_64: Callable, encode_64: Callable) -> tuple:
+def _block_functions(kind: str, decode_64: Callable, place: Callable, put_64: Callable) -> tuple:
     def decode(codes, out, n):
         """n codes, a multiple of 64, to codebook values at out."""
         for i in range(0, n, 64):
@@ -342,11 +351,14 @@ def _block_functions(kind: str, decode_64: Callable, encode_64: Callable) -> tup
             store_f32(out + 4 * i + 128, c)
             store_f32(out + 4 * i + 192, d)
 
-    def encode(x, absmax, codes, n):
-        """n fp32 numbers at x, a multiple of 64, to codes; absmax = max |x|. May rescale x."""
-        inverse = inverse_of(x, absmax, n)
+    def encode(x, inverse, codes, n):
+        """n fp32 numbers at x, a multiple of 64, to codes; see `inverse_of`."""
         for i in range(0, n, 64):
-            encode_64(x + 4 * i, inverse, codes + i)
+            a = place(load_f32(x + 4 * i), inverse)
+            b = place(load_f32(x + 4 * i + 64), inverse)
+            c = place(load_f32(x + 4 * i + 128), inverse)
+            d = place(load_f32(x + 4 * i + 192), inverse)
+            put_64(a, b, c, d, codes + i)
 
     # Numba names machine code by the function's name and a counter of the process that compiled it.
     # Code loaded from the disk cache has the counters of several processes, so that two functions
@@ -357,5 +369,5 @@ def _block_functions(kind: str, decode_64: Callable, encode_64: Callable) -> tup
     return compiled(decode), compiled(encode)
 
 
-decode_s, encode_s = _block_functions("signed", decode_s_64, encode_s_64)
-decode_u, encode_u = _block_functions("unsigned", decode_u_64, encode_u_64)
+decode_s, encode_s = _block_functions("signed", decode_s_64, place_s, put_s_64)
+decode_u, encode_u = _block_functions("unsigned", decode_u_64, place_u, put_u_64)

@@ -6,13 +6,18 @@ from numba import njit
 from numpy import float32 as f32
 
 from .numba_codec import (
+    LEAST,
+    MOST,
+    ONE_DOWN,
     decode_s,
     decode_u,
     encode_s,
-    encode_s_64,
     encode_u,
-    encode_u_64,
     inverse_of,
+    place_s,
+    place_u,
+    put_s_64,
+    put_u_64,
 )
 from .numba_memory import (
     enter,
@@ -51,13 +56,14 @@ from .numba_vector import (
 
 __all__ = [
     "INFINITY",
+    "LEAST",
+    "MOST",
+    "ONE_DOWN",
     "abs",
     "decode_s",
     "decode_u",
     "encode_s",
-    "encode_s_64",
     "encode_u",
-    "encode_u_64",
     "enter",
     "f32",
     "finite",
@@ -75,6 +81,10 @@ __all__ = [
     "njit",
     "number_of",
     "only_finite",
+    "place_s",
+    "place_u",
+    "put_s_64",
+    "put_u_64",
     "reach",
     "reach_unsigned",
     "read_f32",

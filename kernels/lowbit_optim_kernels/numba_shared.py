@@ -26,7 +26,7 @@ def quantize_{name}(lo, hi, row, x_at, codes_at, absmax_at):
         largest = highest(top)
         write_f32(absmax_at + 4 * b, largest)
         codes = enter(codes_at + first, spare + 1024, size, n, 1, {pad})
-        encode_{kind}(scratch, largest, codes, n)
+        encode_{kind}(scratch, inverse_of(scratch, largest, n), codes, n)
         leave(codes_at + first, codes, size, 1)
 
 

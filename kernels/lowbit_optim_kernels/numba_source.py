@@ -163,13 +163,11 @@ class _ElementWriter:
         return ["for start in range(0, n, 256):", *_indented(head + lines, 4)]
 
     def _updated_blocks(self, functions: list[RuleFunction], vector: list[str]) -> list[str]:
-        """The loops that update block after block, each with the encoding of the one before."""
-        before, after = [], []
-        for k, m in enumerate(self.moments):
-            encode = f"encode_{_kind(m)}_64({{0}} + {ROW * k} + 4 * {{1}}, inverse_{m.key}, "
-            encode += f"at_{m.key} + {{1}})"
-            before.append(encode.format("past", "(i - 256)"))
-            after.append(encode.format("row", "i"))
+        """The loops that update block after block, each with the encoding of the one before.
+
+        The two are interleaved 16 elements at a time: so many instructions wait for a division that
+        those after the next one must be work of another kind.
+        """
         lines = ["past = scratch + 4 * (~start & 256) - 4 * (start - 256)"]
         lines += [f"top_{m.key} = splat(f32(0.0))" for m in self.moments]
         lines += ["if start == 0:", "    for j in range(start, stop, 16):"]
@@ -177,42 +175,62 @@ class _ElementWriter:
         lines += ["else:", "    for i in range(start, stop, 64):"]
         for quarter in range(4):
             lines += _indented([f"j = i + {16 * quarter}", *vector], 8)
-        lines += [*_indented(before, 8), *self._new_scales()]
+            for k, m in enumerate(self.moments):
+                number = f"load_f32(past + {ROW * k} + 4 * (j - 256))"
+                place = f"place_{_kind(m)}({number}, inverse_{m.key})"
+                lines.append(f"        {m.key}_{quarter} = {place}")
+        for m in self.moments:
+            places = ", ".join(f"{m.key}_{quarter}" for quarter in range(4))
+            lines.append(f"        put_{_kind(m)}_64({places}, at_{m.key} + (i - 256))")
+        lines += self._new_scales()
+        before = [f"inverse_{m.key} = f32(0.0)" for m in self.moments]
+        before.append("row = start = stop = 0")
+        after = []
         for k, m in enumerate(self.moments):
-            new = f"inverse_of(row + {ROW * k} + 4 * start, largest_{m.key}, stop - start)"
-            lines.append(f"inverse_{m.key} = {new}")
-        start = [f"inverse_{m.key} = f32(0.0)" for m in self.moments]
-        start.append("row = start = stop = 0")
-        end = ["for i in range(start, stop, 64):", *_indented(after, 4)]
-        return [*start, *self._each_block(functions, lines), *end]
+            encode = f"encode_{_kind(m)}(row + {ROW * k} + 4 * start, inverse_{m.key}, "
+            after.append(f"{encode}at_{m.key} + start, stop - start)")
+        return [*before, *self._each_block(functions, lines), *after]
 
     def _new_scales(self) -> list[str]:
-        """Store the block's new scales, after mending the block if a moment is not finite."""
-        tops = [f"highest(top_{m.key})" for m in self.moments]
-        names = [f"largest_{m.key}" for m in self.moments]
-        lines = [f"{', '.join(names)} = {', '.join(tops)}"]
-        lines.append(f"if not ({' and '.join(f'{name} < INFINITY' for name in names)}):")
-        lines.append(f"    {', '.join(names)} = mend(row + 4 * start, stop - start)")
-        return lines + [f"write_f32(absmax_{m.key} + start // 64, largest_{m.key})"
-                        for m in self.moments]  # fmt: skip
+        """Store the block's new scales, and have what multiplies the moments to encode them."""
+        keys = [m.key for m in self.moments]
+        largest = ", ".join(f"largest_{key}" for key in keys)
+        inverse = ", ".join(f"inverse_{key}" for key in keys)
+        usual = " and ".join(f"LEAST < largest_{key} < MOST" for key in keys)
+        return [
+            f"{largest} = {', '.join(f'highest(top_{key})' for key in keys)}",
+            f"if {usual}:",
+            f"    {inverse} = {', '.join(f'ONE_DOWN / largest_{key}' for key in keys)}",
+            "else:",
+            f"    {largest}, {inverse} = mend(row + 4 * start, stop - start, {largest})",
+            *(f"write_f32(absmax_{key} + start // 64, largest_{key})" for key in keys),
+        ]
 
     def _mended(self, eight: bool) -> list[str]:
-        """A function that zeroes all moments of elements with one that is not finite."""
+        """What a block with unusual numbers needs: zeroes for what is not finite, other scales."""
         if not eight:
             return []
-        lines = [INNER[:-1] + ', inline="never")', "def mend(row, n):"]
-        lines += [f"    top_{m.key} = splat(f32(0.0))" for m in self.moments]
-        lines.append("    for j in range(0, n, 16):")
+        largest = ", ".join(f"largest_{m.key}" for m in self.moments)
+        lines = [INNER[:-1] + ', inline="never")', f"def mend(row, n, {largest}):"]
+        finite = " and ".join(f"largest_{m.key} < INFINITY" for m in self.moments)
+        lines.append(f"    if not ({finite}):")
+        lines += [f"        top_{m.key} = splat(f32(0.0))" for m in self.moments]
+        lines.append("        for j in range(0, n, 16):")
         for k, m in enumerate(self.moments):
-            lines.append(f"        {m.key} = load_f32(row + {ROW * k} + 4 * j)")
-        lines.append(f"        ok = {' & '.join(f'finite({m.key})' for m in self.moments)}")
+            lines.append(f"            {m.key} = load_f32(row + {ROW * k} + 4 * j)")
+        lines.append(f"            ok = {' & '.join(f'finite({m.key})' for m in self.moments)}")
         for k, m in enumerate(self.moments):
             lines += [
-                f"        {m.key} = where(ok, {m.key}, splat(f32(0.0)))",
-                f"        store_f32(row + {ROW * k} + 4 * j, {m.key})",
-                f"        top_{m.key} = reach(top_{m.key}, {m.key})",
+                f"            {m.key} = where(ok, {m.key}, splat(f32(0.0)))",
+                f"            store_f32(row + {ROW * k} + 4 * j, {m.key})",
+                f"            top_{m.key} = reach(top_{m.key}, {m.key})",
             ]
-        lines.append(f"    return {', '.join(f'highest(top_{m.key})' for m in self.moments)}")
+        lines += [f"        largest_{m.key} = highest(top_{m.key})" for m in self.moments]
+        for k, m in enumerate(self.moments):
+            inverse = f"inverse_of(row + {ROW * k}, largest_{m.key}, n)"
+            lines.append(f"    inverse_{m.key} = {inverse}")
+        inverse = ", ".join(f"inverse_{m.key}" for m in self.moments)
+        lines.append(f"    return {largest}, {inverse}")
         return ["\n".join(lines)]
 
     def reduction(self, name: str, terms_of: RuleFunction) -> list[str]:
