@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 from .rules import CAP, TINY, Phase, Rule, gives, parameter_and_update_norms
-from .rules_adam import ADAM, AMSGRAD, adam, adam_coupled, amsgrad, amsgrad_coupled
+from .rules_adam import ADAM, AMSGRAD, adam, adam_coupled, amsgrad, amsgrad_coupled, gains
 
 
 @gives("gain1", "gain2", "root", "floor", "shrink", "rate")
 def prepare_lamb(step, lr, beta1, beta2, eps, weight_decay, decoupled, bias_correction):
     """As Adam; both corrections are 1 without `bias_correction`."""
+    gain1, gain2 = gains(beta1, beta2)
     bias1 = where(bias_correction == 1.0, 1.0 - power(beta1, step), 1.0)
     bias2 = where(bias_correction == 1.0, 1.0 - power(beta2, step), 1.0)
     shrink = 1.0 - decoupled * lr * weight_decay
-    return 1.0 - beta1, 1.0 - beta2, bias1 / sqrt(bias2), bias1 * eps + TINY, shrink, lr
+    return gain1, gain2, bias1 / sqrt(bias2), bias1 * eps + TINY, shrink, lr
 
 
 @gives("u", "exp_avg", "exp_avg_sq")
