@@ -27,6 +27,8 @@ DOCS := $(VENV)/.installed-docs
 PEERS := $(VENV)/.installed-peers
 endif
 
+GPU_TESTS := tests/test_gpu.py tests/test_triton.py tests/test_step.py
+
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .PHONY: help demo test peers lint format types docs wheel gpu-check bench clean
@@ -70,8 +72,9 @@ bench: $(DEV)  ## measure speed and memory
 	$(PY) -m benchmarks.speed $(ARGS)
 
 gpu-check: $(DEV)  ## on a machine with a GPU: its tests, then its benchmark
-	$(PY) -m pytest -m gpu $(ARGS)
-	$(PY) -m benchmarks.gpu
+	@status=0; export PYTHONPATH="$(CURDIR):$(CURDIR)/kernels$${PYTHONPATH:+:$$PYTHONPATH}"; set -x; \
+	$(PY) -m pytest -m gpu $(GPU_TESTS) $(ARGS) || status=1; \
+	$(PY) -m benchmarks.gpu || status=1; exit $$status
 
 clean:  ## remove .venv and everything that was built
 	rm -rf $(VENV) build dist site *.egg-info .hypothesis .mypy_cache .pytest_cache .ruff_cache

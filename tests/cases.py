@@ -301,7 +301,7 @@ def as_params(values, dtype, device="cpu"):
 
 def distance(got, want):
     """Largest difference relative to the largest value wanted; where that is 0, absolute."""
-    got, want = torch.as_tensor(got).detach().cpu().double(), torch.as_tensor(want).double()
+    got, want = (torch.as_tensor(x).detach().cpu().double() for x in (got, want))
     if not want.numel():
         return 0.0
     scale = float(want.abs().max())

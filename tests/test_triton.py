@@ -15,6 +15,8 @@ pytest.importorskip("triton", reason="the Triton engine needs the triton package
 
 from lowbit_optim_kernels import engine_triton, triton_plan, triton_source, triton_tables
 
+pytestmark = pytest.mark.gpu  # `make gpu-check` runs these tests too
+
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 # One element, both sides of a block, ragged rows unaligned and aligned, whole tiles with a tail.
 SHAPES = [(1,), (255,), (256,), (257,), (64, 147), (3, 512), (5, 96), (0,), (), (2048 + 272,)]
