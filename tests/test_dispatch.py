@@ -310,3 +310,15 @@ def test_nothing_is_generated_before_the_first_step(tmp_path):
     folder = tmp_path / "cache"
     python(STEP, LOWBIT_OPTIM_CACHE_DIR=str(folder))
     assert not folder.exists()
+
+
+def test_a_triton_that_cannot_compile_the_kernels_is_not_asked_to(monkeypatch):
+    pytest.importorskip("triton")
+    cuda = torch.device("cuda")
+    assert dispatch._triton_refuses(cuda, torch.float32) is None
+    monkeypatch.setattr(dispatch, "_triton_release", lambda: (3, 3))
+    assert "3.4" in dispatch._triton_refuses(cuda, torch.float32)
+    assert dispatch._triton_refuses(torch.device("cpu"), torch.float32) is None, "interpreted"
+    with pytest.warns(RuntimeWarning, match="slower torch engine: Triton before 3.4"):
+        choice = dispatch._resolve.__wrapped__("auto", "", cuda, torch.float32)
+    assert choice.name == "torch"

@@ -44,6 +44,15 @@ def _installed(module: str) -> bool:
         return False
 
 
+@cache
+def _triton_release() -> tuple[int, int]:
+    """Major and minor number."""
+    import triton  # a distribution may have another name than the module
+
+    major, minor, *_ = triton.__version__.split(".")
+    return int(major), int(minor)
+
+
 def _triton_refuses(device: torch.device, dtype: torch.dtype) -> str | None:
     if not _installed("triton"):
         return "triton is not installed"
@@ -52,6 +61,11 @@ def _triton_refuses(device: torch.device, dtype: torch.dtype) -> str | None:
     interpreted = os.environ.get("TRITON_INTERPRET", "0").lower() in ("1", "true", "on", "yes")
     if device.type not in ("cuda", "xpu") and not (interpreted and device.type == "cpu"):
         return f"triton compiles for CUDA, ROCm and XPU devices, not for {device.type!r}"
+    if device.type != "cpu" and _triton_release() < (3, 4):
+        return (
+            "Triton before 3.4 lacks what the compiling of the codec's look-ups needs (torch 2.8 "
+            "comes with 3.4)"
+        )
     return None
 
 
