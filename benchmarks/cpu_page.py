@@ -12,6 +12,7 @@ from pathlib import Path
 RESULTS = Path(__file__).resolve().parent / "results"
 CASES = ("one", "split64", "resnet50", "gpt2")
 SMALL = "small1000"
+THREADS = {1: "One thread", 2: "Two threads"}
 
 
 def _table(head: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
@@ -67,12 +68,13 @@ def passes(written: dict) -> str:
 
 
 def tables() -> Iterator[str]:
-    """All of them, in the page's order."""
+    """All of them, in the page's order; those of ratios with the number of threads above."""
     for name in ("speed.json", "speed_contended.json"):
         path = RESULTS / name
         if path.exists():
             sections = json.loads(path.read_text(encoding="utf-8"))["sections"]
-            yield from (ratios(section) for section in sections[::-1])
+            for section in sorted(sections, key=lambda section: -section["threads"]):
+                yield f"{THREADS[section['threads']]}:\n\n{ratios(section)}"
     sections = json.loads((RESULTS / "speed.json").read_text(encoding="utf-8"))["sections"]
     yield overhead(next(section for section in sections if section["threads"] == 2))
     yield passes(json.loads((RESULTS / "passes.json").read_text(encoding="utf-8")))

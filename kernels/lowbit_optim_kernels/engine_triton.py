@@ -46,9 +46,11 @@ def kernels(rule: Rule, ptx: bool) -> ModuleType:
 
 
 def takes_ptx(device: torch.device) -> bool:
-    """Whether kernels for a device may hold machine instructions of NVIDIA GPUs."""
+    """Whether kernels for a device may hold machine instructions of NVIDIA GPUs since Ampere."""
     on_nvidia = device.type == "cuda" and torch.version.hip is None
-    return on_nvidia and not INTERPRETED.value
+    if not on_nvidia or INTERPRETED.value:
+        return False
+    return torch.cuda.get_device_capability(device) >= (8, 0)  # what cvt.rn.f16x2.f32 needs
 
 
 def constants(p: torch.dtype, g: torch.dtype, bits: int, whole: bool, align: int) -> dict:
@@ -137,7 +139,9 @@ def clip(address, scalars, floats, sums, percentile, STRIDE: tl.constexpr,
     lane = tl.arange(0, 128)
     used = lane < 100
     seen = tl.load(history + lane, mask=used, other=float("inf"))
-    one_slot = tl.where(tl.load(history) < 0.0, 0, 1)  # a fresh history is filled throughout
+    # A fresh history is filled throughout. (Its first slot is read out of `seen`: another warp may
+    # have stored there by the time that this one would load it.)
+    one_slot = tl.where(tl.sum(tl.where(lane == 0, seen, 0.0), 0) < 0.0, 0, 1)
     here = used & ((lane - step.to(tl.int32) % 100) * one_slot == 0) & (lane * 0 + good == 1)
     seen = tl.where(here, square, seen)
     tl.store(history + lane, seen, mask=here)
@@ -189,6 +193,7 @@ class TritonRun:
                 plan.hyper if scale is None else scale.to(self.device),
                 plan.hyper if guard is None else guard.to(self.device),
                 MAXIMIZE=batch.maximize, UNSCALE=scale is not None, GUARDED=guard is not None,
+                **OPTIONS,
             )  # fmt: skip
 
     def _pass(self, name: str, bucket: Bucket, *extra: Tensor, **more: bool) -> None:
@@ -214,7 +219,7 @@ class TritonRun:
         with self._guard():
             add_up[shape](
                 partial, sums, plan.geometry, TERMS=terms, GEOMETRY=triton_source.GEOMETRY,
-                CHUNK=CHUNK, NB=TILE,
+                CHUNK=CHUNK, NB=TILE, **OPTIONS,
             )  # fmt: skip
         return sums[:, :, 0] if chunks == 1 else sums.sum(2)
 
@@ -226,18 +231,13 @@ class TritonRun:
                 clip[(count,)](
                     plan.address, plan.scalars, plan.floats, sums, plan.percentile,
                     STRIDE=plan.address.shape[1], WIDTH=plan.scalars.shape[1],
-                    FLOATS=plan.floats.shape[1],
+                    FLOATS=plan.floats.shape[1], **OPTIONS,
                 )  # fmt: skip
                 return
             getattr(self.kernels, f"combine_{phase - first}")[self._per_tensor_grid()](
-                plan.address,
-                plan.geometry,
-                plan.hyper,
-                plan.scalars,
-                plan.floats,
-                plan.count,
-                sums,
-            )
+                plan.address, plan.geometry, plan.hyper, plan.scalars, plan.floats, plan.count,
+                sums, **OPTIONS,
+            )  # fmt: skip
 
     def finish(self) -> None:
         for bucket in self.plan.buckets:

@@ -23,6 +23,7 @@ from .plan import Batch, Slot
 # instructions an element, but twice the registers, so half as many programs would share a
 # multiprocessor to hide each other's barriers.
 TILE = 8
+SPARE = 2  # captures in a row without a step in between
 
 Kind = tuple[torch.dtype, torch.dtype, int, bool, int]  # p, g, bits, whole, align
 
@@ -52,7 +53,7 @@ class Plan:
     percentile: Tensor
     pointers: list[int] = field(default_factory=list)
     values: list[float] = field(default_factory=list)
-    spare: list[Tensor] = field(default_factory=list)  # pinned, for the next capture
+    spare: list[tuple[Tensor, Tensor]] = field(default_factory=list)  # pinned, for captures
 
 
 _hyper_names = cache(hyper_names)
@@ -76,7 +77,8 @@ def current(batch: Batch) -> Plan:
     """The batch's plan, its tables up to date on the current stream.
 
     Raises:
-        RuntimeError: when a CUDA graph is being captured and there is no plan yet.
+        RuntimeError: when a CUDA graph is being captured and there is no plan yet, or when as many
+            as there is pinned memory for were captured since the last step.
     """
     device = batch.slots[0].p.device
     plan: Plan | None = batch.cache.get("plan")
@@ -102,11 +104,9 @@ def current(batch: Batch) -> Plan:
     if capturing:
         plan = _for_graph(plan)
         batch.cache.setdefault("captured", []).append(plan)  # a graph reads its tables
-    elif device.type == "cuda" and not plan.spare:
-        tables = (plan.address, plan.hyper)
-        plan.spare = [
-            torch.empty(x.shape, dtype=x.dtype, pin_memory=True, device="cpu") for x in tables
-        ]
+    elif device.type == "cuda":
+        while len(plan.spare) < SPARE:
+            plan.spare.append((_pinned_like(plan.address), _pinned_like(plan.hyper)))
     _send_addresses(plan, pointers)
     _send_hyperparameters(plan, batch)
     return plan
@@ -128,18 +128,20 @@ def _with_new_gradients(plan: Plan, batch: Batch) -> list[int] | None:
 
 def _for_graph(plan: Plan) -> Plan:
     """A plan for what is being captured, with tables of its own that every replay fills again."""
-    if not plan.spare:  # a second capture without a step in between
-        plan.spare = [
-            torch.empty(x.shape, dtype=x.dtype, pin_memory=True, device="cpu")
-            for x in (plan.address, plan.hyper)
-        ]
-    graph = replace(
+    if not plan.spare:
+        raise RuntimeError(
+            f"{SPARE} CUDA graphs of this optimizer step were captured in a row, and memory for a "
+            "third cannot be pinned during its capture: take a step between them"
+        )
+    return replace(
         plan, address=torch.empty_like(plan.address), hyper=torch.empty_like(plan.hyper),
         scalars=torch.empty_like(plan.scalars), floats=torch.empty_like(plan.floats),
-        pointers=[], values=[],
+        pointers=[], values=[], spare=[plan.spare.pop()],
     )  # fmt: skip
-    plan.spare = []
-    return graph
+
+
+def _pinned_like(x: Tensor) -> Tensor:
+    return torch.empty(x.shape, dtype=x.dtype, pin_memory=True, device="cpu")
 
 
 def _send(plan: Plan, which: int, target: Tensor, values: list) -> None:
@@ -148,7 +150,7 @@ def _send(plan: Plan, which: int, target: Tensor, values: list) -> None:
     source = torch.from_numpy(np.array(values, dtype=dtype)).view(target.shape)
     if target.device.type == "cuda":
         if _capturing(target.device):  # the replays read the source again: it is never reused
-            source = plan.spare[which].copy_(source)
+            source = plan.spare[0][which].copy_(source)
         else:
             source = source.pin_memory()
     target.copy_(source, non_blocking=True)
