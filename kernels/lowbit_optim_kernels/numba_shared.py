@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from .numba_source import DRIVER, GSCALE, INNER, STEP, share
+from .numba_source import DRIVER, GSCALE, INNER, STEP
+from .numba_threads import share
 
 
 def _codec_functions(name: str, kind: str, pad: int) -> str:

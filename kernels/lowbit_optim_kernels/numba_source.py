@@ -18,8 +18,6 @@ zero-padded scratch memory.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-
 from .dynamic8 import ZERO_CODE
 from .lower import (
     element_functions,
@@ -29,6 +27,7 @@ from .lower import (
     reads,
     scalar_functions,
 )
+from .numba_threads import share
 from .rules import Moment, Rule, RuleFunction, gradient_square
 
 P, G, STEP, MOMENTS = 0, 1, 2, 3  # columns of `address`
@@ -372,34 +371,6 @@ class _ElementWriter:
             if written:
                 leaves.append(f"leave(home_{name}, {at}, size, {size})")
         return homes, enters, leaves
-
-
-def share(name: str, numbers: Iterable[str], arguments: Iterable[str]) -> str:
-    """Text of the function that runs pieces of `name(lo, hi, ...)`; see `numba_threads`.
-
-    Args:
-        name: the function.
-        numbers: names for a job's first words of work.
-        arguments: texts of what the function takes after lo and hi, each with {} in place of a
-            further word.
-    """
-    named = ["number", "tickets", "threads", "each", "count", *numbers]
-    lines = [f"{word} = read_i64(job + {8 * k})" for k, word in enumerate(named)]
-    passed = []
-    for k, argument in enumerate(arguments, start=len(named)):
-        lines.append(f"word_{k} = {argument.format(f'read_i64(job + {8 * k})')}")
-        passed.append(f"word_{k}")
-    lines += [
-        "this = number_of(number) if number != 0 else take(tickets)",
-        "for turn in range(threads):",
-        "    owner = (this + turn) % threads",
-        "    piece = take(tickets + 64 * (1 + owner))",
-        "    while piece < each:",
-        "        k, pieces = owner * each + piece, threads * each",
-        f"        {name}(count * k // pieces, count * (k + 1) // pieces, {', '.join(passed)})",
-        "        piece = take(tickets + 64 * (1 + owner))",
-    ]
-    return "\n".join([f"def {name}_share(job):", *_indented(lines, 4)])
 
 
 def _kind(moment: Moment) -> str:

@@ -28,6 +28,7 @@ import contextlib
 import ctypes
 import os
 import threading
+from collections.abc import Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import cache
 from pathlib import Path
@@ -37,6 +38,8 @@ from typing import Any
 import numba
 import numpy as np
 import torch
+
+from .lower import indent
 
 PIECES = 8  # of each thread
 
@@ -95,6 +98,34 @@ def _openmp() -> tuple[Any, int] | None:
     parallel.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint]
     parallel.restype = None
     return parallel, ctypes.cast(number, ctypes.c_void_p).value or 0
+
+
+def share(name: str, numbers: Iterable[str], arguments: Iterable[str]) -> str:
+    """Text of the function that runs pieces of `name(lo, hi, ...)`.
+
+    Args:
+        name: the function.
+        numbers: names for a job's first words of work.
+        arguments: texts of what the function takes after lo and hi, each with {} in place of a
+            further word.
+    """
+    named = ["number", "tickets", "threads", "each", "count", *numbers]
+    lines = [f"{word} = read_i64(job + {8 * k})" for k, word in enumerate(named)]
+    passed = []
+    for k, argument in enumerate(arguments, start=len(named)):
+        lines.append(f"word_{k} = {argument.format(f'read_i64(job + {8 * k})')}")
+        passed.append(f"word_{k}")
+    lines += [
+        "this = number_of(number) if number != 0 else take(tickets)",
+        "for turn in range(threads):",
+        "    owner = (this + turn) % threads",
+        "    piece = take(tickets + 64 * (1 + owner))",
+        "    while piece < each:",
+        "        k, pieces = owner * each + piece, threads * each",
+        f"        {name}(count * k // pieces, count * (k + 1) // pieces, {', '.join(passed)})",
+        "        piece = take(tickets + 64 * (1 + owner))",
+    ]
+    return f"def {name}_share(job):\n{indent(lines, 4)}"
 
 
 @cache
