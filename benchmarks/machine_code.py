@@ -1,7 +1,7 @@
 """Count machine instructions of a compiled Triton kernel, without a GPU.
 
-The kernels have no loop, so an instruction of the listing is issued once per thread: instructions
-per element are the listing's length over the elements of a thread.
+A kernel of one kind of aligned tiles has no loop, so an instruction of the listing is issued once
+per thread: instructions per element are the listing's length over the elements of a thread.
 """
 
 from __future__ import annotations
@@ -50,13 +50,15 @@ def run(program: str, *arguments: str) -> str:
     return done.stdout
 
 
-def sass_opcodes(listing: str) -> list[str]:
-    """Opcodes of a disassembly up to the last EXIT, without padding."""
+def sass_opcodes(listing: str, *, functions: bool = False) -> list[str]:
+    """Opcodes of a disassembly up to the last EXIT, or those of functions too, without padding."""
     lines = [line for line in listing.splitlines() if re.search(r"/\*[0-9a-f]{4,}\*/\s", line)]
     texts = [re.sub(r".*?/\*[0-9a-f]{4,}\*/\s+", "", line).strip() for line in lines]
     opcodes = [re.sub(r"^@!?U?P\w+\s+", "", text).split()[0].rstrip(";") for text in texts]
-    exits = [i for i, opcode in enumerate(opcodes) if opcode == "EXIT"]
-    return [opcode for opcode in opcodes[: exits[-1] + 1] if opcode != "NOP"]
+    if not functions:
+        exits = [i for i, opcode in enumerate(opcodes) if opcode == "EXIT"]
+        opcodes = opcodes[: exits[-1] + 1]
+    return [opcode for opcode in opcodes if opcode != "NOP"]
 
 
 def _sass_bytes(opcode: str) -> int:
@@ -73,12 +75,13 @@ def _count_sass(cubin: bytes, elements: float) -> Count:
     opcodes = sass_opcodes(listing)
     registers = re.search(r"REG:(\d+)", usage)
     assert registers is not None
-    widths = [_sass_bytes(x) for x in opcodes if x.startswith(("LDG", "STG"))]
-    loads = [_sass_bytes(x) for x in opcodes if x.startswith("LDG")]
+    everything = sass_opcodes(listing, functions=True)
+    widths = [_sass_bytes(x) for x in everything if x.startswith(("LDG", "STG"))]
+    loads = [_sass_bytes(x) for x in everything if x.startswith("LDG")]
     return Count(
         instructions=len(opcodes) / elements,
         registers=int(registers[1]),
-        spills=sum(x.startswith(("LDL", "STL")) for x in opcodes),
+        spills=sum(x.startswith(("LDL", "STL")) for x in everything),
         widest_load=max(loads),
         narrow=sum(width < 4 for width in widths) / len(widths),
         opcodes=dict(Counter(opcodes).most_common()),

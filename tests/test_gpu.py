@@ -75,6 +75,27 @@ def test_engines_agree_on_the_device(case, bits, dtype):
     assert_close(*results, rtol, share=1e-3)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@BY_CASE
+def test_a_group_of_many_kinds_steps_each_tensor_as_alone(case, dtype):
+    """8-bit and 32-bit state, whole tiles, aligned and ragged ones in one launch: the same bits."""
+    shapes = [(4096,), (3, 688), (2, 1025), (2048 + 272,), (2048,), (96,), (65,), (), (0,)]
+    together = parameters(shapes, dtype) + parameters(shapes, torch.float32)
+    alone = copy.deepcopy(together)
+    optimizer = case.build(together, 8, min_8bit_size=2049)
+    others = [case.build([p], 8, min_8bit_size=2049) for p in alone]
+    for step in range(3):
+        give_gradients(together, step)
+        give_gradients(alone, step)
+        optimizer.step()
+        for other in others:
+            other.step()
+    for p, q, other in zip(together, alone, others, strict=True):
+        assert torch.equal(p, q), (p.dtype, p.shape)
+        for key, value in other.state[q].items():
+            assert torch.equal(optimizer.state[p][key], value), (p.dtype, p.shape, key)
+
+
 @BITS
 @pytest.mark.parametrize("name", ["Adam", "AdamW", "SGD"])
 def test_fifty_steps_are_as_torch_optim(name, bits):

@@ -3,6 +3,8 @@
 On a machine with a GPU the same tests run compiled.
 """
 
+from collections import Counter
+
 import numpy as np
 import pytest
 import torch
@@ -13,7 +15,13 @@ import reference_codec
 
 pytest.importorskip("triton", reason="the Triton engine needs the triton package")
 
-from lowbit_optim_kernels import engine_triton, triton_plan, triton_source, triton_tables
+from lowbit_optim_kernels import (
+    engine_triton,
+    triton_kinds,
+    triton_plan,
+    triton_source,
+    triton_tables,
+)
 
 pytestmark = pytest.mark.gpu  # `make gpu-check` runs these tests too
 
@@ -101,7 +109,7 @@ def test_half_precision_is_as_on_torch(variant, bits, dtype):
 
 
 def test_a_list_of_mixed_dtypes_and_widths():
-    """One group: dtypes and widths become launches of their own, norms stay per tensor."""
+    """Norms stay per tensor, whatever else is in the group."""
     generator = torch.Generator().manual_seed(0)
     results = {}
     for engine in ("triton", "torch"):
@@ -119,6 +127,86 @@ def test_a_list_of_mixed_dtypes_and_widths():
         results[engine] = [p.detach().cpu().float() for p in params]
     for p, q in zip(results["triton"], results["torch"], strict=True):
         assert cases.distance(p, q) < 1e-3
+
+
+# Whole, aligned and ragged tiles of 8-bit and, under 2049 elements, of 32-bit state.
+KINDS = [(4096,), (3, 688), (2, 1025), (2048,), (96,), (65,), ()]
+MIXED = [
+    *((shape, dtype) for shape in KINDS for dtype in (torch.float32, torch.bfloat16)),
+    ((0,), torch.float32),
+    ((2048 + 272,), torch.bfloat16),  # two kinds of one tensor
+]
+
+
+class Launches:
+    """A module of kernels whose launches are counted by name."""
+
+    def __init__(self, module, counts):
+        self.module, self.counts = module, counts
+
+    def __getattr__(self, name):
+        kernel, counts = getattr(self.module, name), self.counts
+
+        class Counted:
+            def __getitem__(self, grid):
+                counts[name] += 1
+                return kernel[grid]
+
+        return Counted()
+
+
+@pytest.fixture
+def launches(monkeypatch):
+    """How often each kernel was launched so far."""
+    counts, original = Counter(), engine_triton.kernels
+    monkeypatch.setattr(
+        engine_triton, "kernels", lambda rule, ptx: Launches(original(rule, ptx), counts)
+    )
+    return counts
+
+
+def step_groups(variant, groups):
+    """Parameters and states of MIXED after two steps of an optimizer for each group of tensors.
+
+    And how many kinds each had. A third step is skipped, as a gradient scaler does.
+    """
+    generator = torch.Generator().manual_seed(0)
+    params = [
+        torch.nn.Parameter(torch.randn(shape, generator=generator).to(DEVICE, dtype))
+        for shape, dtype in MIXED
+    ]
+    found_inf = torch.zeros((), device=DEVICE)
+    with lowbit_optim.use_engine("triton"):
+        optimizers = [
+            build(variant, [params[i] for i in group], 8, min_8bit_size=2049) for group in groups
+        ]
+        for step in range(3):
+            for p in params:
+                p.grad = torch.randn(p.shape, generator=generator).to(p)
+            found_inf.fill_(float(step == 2))
+            for optimizer in optimizers:
+                optimizer.grad_scale = torch.tensor(4.0, device=DEVICE)
+                optimizer.found_inf = found_inf
+                optimizer.step()
+    states = {p: state for optimizer in optimizers for p, state in optimizer.state.items()}
+    kinds = [len(cache["plan"].kinds) for o in optimizers for cache in o._caches.values()]
+    return params, [states[p] for p in params], kinds
+
+
+@pytest.mark.parametrize("variant", ["AdamW-clipped", "AdamW-cap", "LARS-trust"])
+def test_a_group_of_many_kinds_steps_each_tensor_as_alone(variant, launches):
+    every = range(len(MIXED))
+    want, wanted, kinds = step_groups(variant, [[i] for i in every])
+    assert kinds == [*[1] * (2 * len(KINDS)), 0, 2]
+    launches.clear()
+    got, states, kinds = step_groups(variant, [every])
+    assert kinds == [12]
+    assert set(launches) >= {"begin", "update"}
+    assert set(launches.values()) == {3}, "one launch for each pass of a step"
+    for p, q, state, other in zip(got, want, states, wanted, strict=True):
+        assert torch.equal(p, q)
+        assert state["step"] == 2
+        assert all(torch.equal(state[key], other[key]) for key in other)
 
 
 def test_sums_of_many_tiles_are_added_in_chunks(monkeypatch):
@@ -197,18 +285,37 @@ def plan_of(shapes, bits=8, dtype=torch.float32):
     return first
 
 
-def test_whole_tiles_make_one_launch_whatever_the_number_of_tensors():
+def kinds_of(plan):
+    """Programs by whole and alignment, from the table that the kernels read."""
+    numbers = plan.work[:, 0].cpu() // triton_kinds.NUMBER
+    assert (numbers.diff() >= 0).all(), "kind after kind"
+    return {kind[3:]: int((numbers == i).sum()) for i, kind in enumerate(plan.kinds)}
+
+
+def test_whole_tiles_are_of_one_kind_whatever_the_number_of_tensors():
     tile = 256 * triton_plan.TILE
     plan = plan_of([(tile,), (4, tile), (8, 256)])
-    assert [bucket.kind[3:] for bucket in plan.buckets] == [(True, 16)]
-    assert len(plan.buckets[0].work) == plan.tiles == 6
+    assert kinds_of(plan) == {(True, 16): 6}
+    assert plan.tiles == 6
+    assert (plan.work[:, 0].cpu() == torch.tensor([0, 1, 1, 1, 1, 2])).all()
 
 
-def test_tails_and_ragged_rows_go_to_the_masked_kernels():
+def test_tails_and_ragged_rows_are_of_the_masked_kinds():
     tile = 256 * triton_plan.TILE
     plan = plan_of([(tile + 16,), (tile + 1,), (9, 96), (9, 65), (0,)])
-    found = {bucket.kind[3:]: len(bucket.work) for bucket in plan.buckets}
-    assert found == {(True, 16): 2, (False, 16): 1 + 2, (False, 1): 1 + 2}
+    assert kinds_of(plan) == {(True, 16): 2, (False, 16): 1 + 2, (False, 1): 1 + 2}
+    assert plan.kinds[0][3], "the largest work first"
+
+
+def test_the_order_of_kinds_does_not_depend_on_that_of_the_tensors():
+    shapes = [(2048,), (9, 96), (9, 65)]
+    assert plan_of(shapes).kinds == plan_of(shapes[::-1]).kinds
+
+
+def test_every_kind_has_a_number():
+    dtypes = len(engine_triton.TYPE)
+    last = dtypes * dtypes * 2 * 3 - 1  # 8 and 32 bits; whole, aligned, neither
+    assert (last + 1) * triton_kinds.NUMBER <= 2**31
 
 
 def test_offsets_are_64_bit():

@@ -124,6 +124,40 @@ for chip in (CHIPS["sm_90"], CHIPS["gfx942"]):
 """
 
 
+MIXED = """
+import torch
+from triton.backends.compiler import GPUTarget
+from benchmarks.instructions import CHIPS, rule_of
+from benchmarks.machine_code import count
+from lowbit_optim_kernels import engine_triton as engine
+
+kinds = [
+    (p, p, bits, whole, align)
+    for whole, align in ((True, 16), (False, 16), (False, 1))
+    for bits in (8, 32)
+    for p in (torch.bfloat16, torch.float32)
+]
+rule = rule_of("LAMB")
+for name in ("sm_90", "gfx942"):
+    target = GPUTarget(*CHIPS[name].target)
+    for each in (*engine.passes(rule), "reduce_clip"):
+        switches = dict(SCALED=True, GUARDED=True)
+        alone = engine.compile_for(target, rule, each, kinds[1], **switches)
+        mixed = engine.compile_for(target, rule, each, *kinds, **switches)
+        found, limit = count(mixed, 1), count(alone, 1)
+        print(name, each, found.registers, limit.registers, mixed.metadata.shared)
+        assert found.spills == 0
+        assert found.widest_load == 16
+        assert mixed.metadata.shared <= max(alone.metadata.shared, 8192)
+        assert name != "sm_90" or found.registers <= max(limit.registers, 32) + 24
+"""
+
+
+def test_many_kinds_in_one_kernel_do_not_spill_and_share_shared_memory():
+    """Nor does the kernel take many more registers than fp32 whole tiles of 8-bit state."""
+    in_a_process("-c", MIXED)
+
+
 def test_masked_and_guarded_kernels_compile_and_keep_wide_accesses():
     """Blocks that start at multiples of 16 elements keep 16-byte accesses under a mask."""
     in_a_process("-c", RAGGED)

@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import importlib
 import inspect
+from collections.abc import Sequence
 from functools import cache
 from types import ModuleType
 from typing import Any
@@ -26,7 +27,7 @@ from . import triton_codec, triton_plan, triton_source, triton_tables
 from .lower import import_source
 from .plan import Batch, clips, phase_count
 from .rules import Rule
-from .triton_plan import TILE, Bucket, Kind, Plan
+from .triton_plan import TILE, Kind, Plan
 from .triton_primitives import INTERPRETED
 
 NAME = "triton"
@@ -53,10 +54,11 @@ def takes_ptx(device: torch.device) -> bool:
     return torch.cuda.get_device_capability(device) >= (8, 0)  # what cvt.rn.f16x2.f32 needs
 
 
-def constants(p: torch.dtype, g: torch.dtype, bits: int, whole: bool, align: int) -> dict:
-    """The storage kinds of one specialization of the per-element kernels."""
-    kinds = {"P_TYPE": TYPE[p], "G_TYPE": TYPE[g], "BITS": bits, "WHOLE": whole, "ALIGN": align}
-    return {**kinds, "NB": TILE}
+def constants(kinds: Sequence[Kind]) -> dict[str, Any]:
+    """What makes a specialization of the per-element kernels: the kinds of tiles in one launch."""
+    pieces = triton_plan.pieces(kinds)
+    typed = ((TYPE[p], TYPE[g], *rest) for p, g, *rest in kinds)
+    return {"KINDS": tuple((*kind, n) for kind, n in zip(typed, pieces, strict=True)), "NB": TILE}
 
 
 _ELEMENTS = {
@@ -72,21 +74,21 @@ def passes(rule: Rule) -> list[str]:
     return [*(f"reduce_{k}" for k in range(len(rule.phases))), "update"]
 
 
-def compile_for(target: GPUTarget, rule: Rule, name: str, kind: Kind, **switches: bool) -> Any:
+def compile_for(target: GPUTarget, rule: Rule, name: str, *kinds: Kind, **switches: bool) -> Any:
     """Compile one of a rule's kernels for a GPU that need not be there, as a launch would.
 
     Args:
         target: e.g. GPUTarget("cuda", 90, 32) or GPUTarget("hip", "gfx942", 64).
         rule: the rule.
         name: one of `passes`, "begin" or "combine_0", ...
-        kind: dtypes of p and g, bits, whole, alignment: see `triton_source`.
+        kinds: dtypes of p and g, bits, whole, alignment, one or more: see `triton_source`.
         switches: SCALED, GUARDED, MAXIMIZE, UNSCALE; False where not given.
 
     Returns:
         triton's CompiledKernel.
     """
     kernel = getattr(kernels(rule, target.backend == "cuda"), name)
-    given = {**constants(*kind), **switches}
+    given = {**constants(kinds), **switches}
     names = kernel.arg_names
     signature = {argument: _ELEMENTS.get(argument, "constexpr") for argument in names}
     return triton.compile(
@@ -196,12 +198,15 @@ class TritonRun:
                 **OPTIONS,
             )  # fmt: skip
 
-    def _pass(self, name: str, bucket: Bucket, *extra: Tensor, **more: bool) -> None:
+    def _pass(self, name: str, *extra: Tensor, **more: bool) -> None:
+        """One launch for all tiles, unless there are none."""
         plan = self.plan
+        if not plan.kinds:
+            return
         with self._guard():
-            getattr(self.kernels, name)[(len(bucket.work),)](
-                plan.address, plan.geometry, bucket.work, plan.floats, self.tables, *extra,
-                SCALED=self.scaled, **more, **constants(*bucket.kind), **OPTIONS,
+            getattr(self.kernels, name)[(len(plan.work),)](
+                plan.address, plan.geometry, plan.work, plan.floats, self.tables, *extra,
+                SCALED=self.scaled, **more, **constants(plan.kinds), **OPTIONS,
             )  # fmt: skip
 
     def reduce(self, phase: int) -> Tensor:
@@ -211,8 +216,7 @@ class TritonRun:
             name = f"reduce_{phase - first}"
             terms = len(self.rule.phases[phase - first].terms.gives)
         partial = torch.empty((plan.tiles, terms), dtype=torch.float32, device=self.device)
-        for bucket in plan.buckets:
-            self._pass(name, bucket, partial)
+        self._pass(name, partial)
         chunks = max(1, -(-plan.most_tiles // CHUNK))
         shape = (len(self.batch.slots), terms, chunks)
         sums = torch.empty(shape, dtype=torch.float64, device=self.device)
@@ -240,8 +244,7 @@ class TritonRun:
             )  # fmt: skip
 
     def finish(self) -> None:
-        for bucket in self.plan.buckets:
-            self._pass("update", bucket, GUARDED=self.batch.found_inf is not None)
+        self._pass("update", GUARDED=self.batch.found_inf is not None)
 
 
 def start(batch: Batch) -> TritonRun:

@@ -7,6 +7,7 @@ again, so that later steps outside the graph and replays do not disturb each oth
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
 
@@ -14,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from . import triton_source
+from . import triton_kinds, triton_source
 from .dynamic8 import BLOCK
 from .lower import hyper_names
 from .plan import Batch, Slot
@@ -29,19 +30,12 @@ Kind = tuple[torch.dtype, torch.dtype, int, bool, int]  # p, g, bits, whole, ali
 
 
 @dataclass
-class Bucket:
-    """Tiles that one specialization of the kernels takes."""
-
-    kind: Kind
-    work: Tensor  # int32 (programs, 4)
-
-
-@dataclass
 class Plan:
     """Device tables of a batch; `triton_source` says what they hold."""
 
     key: tuple
-    buckets: list[Bucket]
+    kinds: tuple[Kind, ...]  # of the tiles there are, in one order whatever that of the tensors
+    work: Tensor
     tiles: int
     most_tiles: int  # of one tensor
     geometry: Tensor
@@ -205,9 +199,11 @@ def _make(batch: Batch, key: tuple) -> Plan:
     def zeros(*shape: int, dtype: torch.dtype = torch.float64) -> Tensor:
         return torch.zeros(shape, dtype=dtype, device=device)
 
+    kinds, work = _deal(keys, tiles, whole // TILE, align, per_row)
     return Plan(
         key=key,
-        buckets=_buckets(keys, tiles, whole // TILE, align, per_row, device),
+        kinds=kinds,
+        work=torch.from_numpy(work).to(device),
         tiles=int(tiles.sum()),
         most_tiles=int(tiles.max()),
         geometry=torch.from_numpy(geometry).to(device),
@@ -220,31 +216,51 @@ def _make(batch: Batch, key: tuple) -> Plan:
     )
 
 
-def _buckets(
-    keys: list[tuple],
-    tiles: np.ndarray,
-    whole: np.ndarray,
-    align: np.ndarray,
-    per_row: np.ndarray,
-    device: torch.device,
-) -> list[Bucket]:
-    """Every tile of every tensor, dealt out to the kernels: whole ones, aligned ones, others."""
-    kinds: dict[Kind, list[int]] = {}
+def _order(kind: Kind) -> tuple:
+    """Whole tiles first; one order of the same kinds, so that they share a specialization."""
+    p, g, bits, whole, align = kind
+    return not whole, bits, -align, str(p), str(g)
+
+
+def pieces(kinds: Sequence[Kind]) -> list[int]:
+    """Blocks of a tile that a program updates at a time, for each kind.
+
+    A kernel takes the registers of its largest kind, and with more of them fewer programs share a
+    multiprocessor. So the kinds beside whole tiles of the narrowest state are cut smaller, and
+    always those of unaligned blocks, which have an address for every element.
+    """
+    narrowest = min((bits for _, _, bits, whole, _ in kinds if whole), default=0)
+
+    def of(kind: Kind) -> int:
+        _, _, bits, whole, align = kind
+        if align == 1:
+            return 1
+        return TILE if len(kinds) == 1 or (whole and bits == narrowest) else TILE // 2
+
+    return [of(kind) for kind in kinds]
+
+
+def _deal(
+    keys: list[tuple], tiles: np.ndarray, whole: np.ndarray, align: np.ndarray, per_row: np.ndarray
+) -> tuple[tuple[Kind, ...], np.ndarray]:
+    """A program for every tile of every tensor, by kind, and the kinds."""
+    members: dict[Kind, list[int]] = {}
     for i, (p, g, bits, *_) in enumerate(keys):
-        kinds.setdefault((p, g, bits, True, 16), []).append(i)
-        kinds.setdefault((p, g, bits, False, int(align[i])), []).append(i)
-    buckets = []
-    for kind, members in kinds.items():
-        t = np.array(members, dtype=np.int64)
+        if whole[i]:
+            members.setdefault((p, g, bits, True, 16), []).append(i)
+        if whole[i] < tiles[i]:
+            members.setdefault((p, g, bits, False, int(align[i])), []).append(i)
+    kinds = tuple(sorted(members, key=_order))
+    work = []
+    for number, kind in enumerate(kinds):
+        t = np.array(members[kind], dtype=np.int64)
         first = np.zeros_like(t) if kind[3] else whole[t]
         count = whole[t] if kind[3] else tiles[t] - whole[t]
         total = int(count.sum())
-        if total == 0:
-            continue
         tensor = np.repeat(t, count)
         within = np.arange(total) - np.repeat(np.cumsum(count) - count, count)
         block = (np.repeat(first, count) + within) * TILE
         line, column = np.divmod(block, per_row[tensor])
-        work = np.stack([tensor, block, line, column], axis=1).astype(np.int32)
-        buckets.append(Bucket(kind, torch.from_numpy(work).to(device)))
-    return buckets
+        entry = tensor + number * triton_kinds.NUMBER
+        work.append(np.stack([entry, block, line, column], axis=1).astype(np.int32))
+    return kinds, np.concatenate(work) if work else np.zeros((0, 4), dtype=np.int32)

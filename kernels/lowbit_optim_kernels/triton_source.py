@@ -8,12 +8,14 @@ Tables on the device:
     hyper     fp64  (...)            hyperparameters
     scalars   fp64  (tensors, ...)   gscale, live, then what the rule's scalar functions give
     floats    fp32  (tensors, ...)   the same, and the hyperparameters that elements need
-    work      int32 (programs, 4)    tensor, first block, row of that block, its number in the row
+    work      int32 (programs, 4)    tensor + kind * 2**25, first block, its row, its number there
     partial   fp32  (tiles, terms)   sums of a reduction's terms over one tile
     tables    fp32  (2048,)          codebooks and lines of the codec
 
 A tile is WHOLE when its blocks are 256 elements each, one after the other, at aligned addresses: it
-needs no mask. ALIGN is 16 where every block starts at a multiple of 16 elements, else 1.
+needs no mask. ALIGN is 16 where every block starts at a multiple of 16 elements, else 1. These two,
+the dtypes of p and g, and the BITS of the moments are a tile's kind. `triton_kinds` writes how a
+kernel takes tiles of several kinds, and what stands in the first column of `work`.
 """
 
 from __future__ import annotations
@@ -32,15 +34,12 @@ from .lower import (
     scalar_functions,
 )
 from .rules import Rule, RuleFunction, gradient_square
+from .triton_kinds import TENSORS, body, call_tile, kernel
 
 P, G, STEP, MOMENTS = 0, 1, 2, 3  # columns of `address`
 ROW, PER_ROW, BLOCKS, TILES, NUMEL, GEOMETRY = 0, 1, 2, 3, 4, 5  # of `geometry`; its width
 GSCALE, LIVE, SCALARS = 0, 1, 2  # columns of `scalars` and of `floats`
 LANES = 128  # tensors per program of the per-tensor kernels
-
-# Arguments of the per-element kernels: tensors, then constants.
-ELEMENT_ARGUMENTS = ("address", "geometry", "work", "floats", "tables")
-ELEMENT_CONSTANTS = ("P_TYPE", "G_TYPE", "BITS", "WHOLE", "ALIGN", "SCALED", "NB")
 
 HEADER = """\
 import triton
@@ -56,12 +55,11 @@ FAST = """\
 from lowbit_optim_kernels.triton_primitives import ptx_divide as divide, ptx_sqrt as sqrt
 """
 
-# Where the tile's elements are. A tile starts at a multiple of 16 elements if its blocks do.
+# Where the elements of NB blocks from `piece` on are: from a multiple of 16 on if each block's are.
 TILE = f"""\
 program = tl.program_id(0)
-t = tl.load(work + 4 * program).to(tl.int64)
 first = tl.load(work + 4 * program + 1)
-tile = tl.arange(0, NB)
+tile = tl.arange(0, NB) + piece
 lane = tl.arange(0, 256)
 if WHOLE:
     base = tl.multiple_of(first.to(tl.int64) * 256, 16)
@@ -89,10 +87,6 @@ block = first + tile"""
 
 def _call(fn: RuleFunction) -> str:
     return f"{', '.join(fn.gives)} = {fn.__name__}({', '.join(reads(fn))})"
-
-
-def _body(lines: list[str]) -> str:
-    return "\n".join("    " + line for line in lines)
 
 
 def address_columns(rule: Rule) -> int:
@@ -226,7 +220,7 @@ class _Writer:
         extra = "grad_scale, found_inf, MAXIMIZE: tl.constexpr, UNSCALE: tl.constexpr, "
         extra += "GUARDED: tl.constexpr"
         tables = "address, geometry, hyper, scalars, floats, count"
-        return f"@triton.jit\ndef {name}({tables}, {extra if begin else 'sums'}):\n{_body(lines)}"
+        return f"@triton.jit\ndef {name}({tables}, {extra if begin else 'sums'}):\n{body(lines)}"
 
     def _keep_float(self, name: str, source: str) -> str:
         column = SCALARS + self.floats.index(name)
@@ -314,36 +308,58 @@ class _Writer:
 
     def reduction(self, name: str, terms_of: RuleFunction) -> str:
         """The kernel that sums the terms of a function over each tile."""
-        functions = [terms_of]
+        functions, tensors = [terms_of], (*TENSORS, "partial")
         if "u" in reads(terms_of):
             functions.append(self.rule.direction)
         lines = self._head(functions, False) + self._loads(functions, False)
         if self.rule.direction in functions:
             lines.append(_call(self.rule.direction))
         lines.append(_call(terms_of))
-        terms = terms_of.gives
-        tiles = f"tl.load(geometry + t * {GEOMETRY} + {TILES}) + first // NB"
-        lines.append(f"partial_at = partial + ({tiles}) * {len(terms)}")
-        for i, term in enumerate(terms):
-            if terms_of is not gradient_square:
-                lines.append(f"{term} = only_finite({term})")
-            lines += ["if not WHOLE:", f"    {term} = tl.where(mask, {term}, 0.0)"]
-            lines.append(f"tl.store(partial_at + {i}, total({term}))")
-        return self._kernel(name, (*ELEMENT_ARGUMENTS, "partial"), ELEMENT_CONSTANTS, lines)
+        sums = terms_of.gives
+        first = "tl.load(work + 4 * tl.program_id(0) + 1)"
+        tiles = f"tl.load(geometry + t * {GEOMETRY} + {TILES}) + {first} // NB"
+        partial_at = f"partial_at = partial + ({tiles}) * {len(sums)}"
+        blocks, at_once = [], [partial_at]
+        for i, term in enumerate(sums):
+            clean = [] if terms_of is gradient_square else [f"{term} = only_finite({term})"]
+            clean += ["if not WHOLE:", f"    {term} = tl.where(mask, {term}, 0.0)"]
+            blocks += clean
+            at_once += [*clean, f"tl.store(partial_at + {i}, total({term}))"]
+        blocks.append(f"return {', '.join(f'tl.sum({term}, 1)' for term in sums)}")
+        lines += ["if ALIGN == 1:", *("    " + x for x in blocks)]
+        lines += ["else:", *("    " + x for x in at_once)]
+        given = ", ".join(f"{term}_of" for term in sums)
+        by_kind = [
+            "if ALIGN == 1:",
+            *(f"    {term} = tl.zeros([NB], tl.float32)" for term in sums),
+            "    for piece in range(0, NB):",
+            f"        {given} = {call_tile(name, tensors, 'piece', '1')}",
+            "        here = tl.arange(0, NB) == piece",
+            *(f"        {term} = tl.where(here, {term}_of, {term})" for term in sums),
+            f"    {partial_at}",
+            *(f"    tl.store(partial_at + {i}, tl.sum({term}, 0))" for i, term in enumerate(sums)),
+            "else:",
+            f"    {call_tile(name, tensors, '0', 'NB')}",
+        ]
+        return kernel(name, lines, by_kind, tensors)
 
     def update(self) -> str:
         """The kernel that writes parameters and moments."""
         functions = [self.rule.direction]
-        lines = self._head(functions, True)
-        lines += ["if GUARDED:", f"    if tl.load(row_of + {LIVE}) == 0.0:", "        return"]
-        lines += self._loads(functions, True)
+        lines = self._head(functions, True) + self._loads(functions, True)
         lines.append(_call(self.rule.direction))
         lines.append("tl.store(p_at, narrow(shrink * p - rate * u, P_TYPE), mask=mask)")
         if self.moments:
             wide = [f"tl.store({m.key}_at, {m.key}, mask=mask)" for m in self.moments]
             lines += ["if BITS == 8:", *("    " + x for x in self._encodes())]
             lines += ["else:", *("    " + x for x in wide)]
-        return self._kernel("update", ELEMENT_ARGUMENTS, ("GUARDED", *ELEMENT_CONSTANTS), lines)
+        by_kind = [
+            "for piece in range(0, NB, PIECE):",
+            "    " + call_tile("update", TENSORS, "piece", "PIECE"),
+        ]
+        skipped = f"tl.load(floats + t * {self.float_width} + {LIVE}) == 0.0"
+        guard = f"if GUARDED:\n    if {skipped}:\n        return"
+        return kernel("update", lines, by_kind, TENSORS, guard)
 
     def _encodes(self) -> list[str]:
         """New codes and scales.
@@ -363,10 +379,3 @@ class _Writer:
             coded = f"encode({m.key}, {m.key}_top, tables, {m.signed}, {self.ptx})"
             lines.append(f"tl.store({m.key}_at, {coded}, mask=mask)")
         return lines
-
-    @staticmethod
-    def _kernel(
-        name: str, tensors: tuple[str, ...], constants: tuple[str, ...], lines: list[str]
-    ) -> str:
-        arguments = ", ".join([*tensors, *(f"{constant}: tl.constexpr" for constant in constants)])
-        return f"@triton.jit\ndef {name}({arguments}):\n{_body(lines)}"
