@@ -158,7 +158,7 @@ def show(console: Console, rows: list[dict[str, Any]], targets: list[str]) -> No
     console.print("G elem/s: the smaller of both peak rates; nothing was run.")
 
 
-def _checked(kind: str, given: list[str] | None, known: Mapping[str, object]) -> list[str]:
+def checked(kind: str, given: list[str] | None, known: Mapping[str, object]) -> list[str]:
     unknown = [name for name in given or () if name not in known]
     if unknown:
         raise typer.BadParameter(f"unknown {kind} {unknown[0]!r}; there are: {', '.join(known)}")
@@ -175,9 +175,9 @@ def main(
 ) -> None:
     """Count the instructions of the GPU kernels."""
     available = {name: row for name, row in OPTIMIZERS.items() if hasattr(lowbit_optim, row[0])}
-    names = _checked("optimizer", optimizer, available)
-    dtypes = _checked("dtype", dtype or ["bf16", "fp32"], DTYPES)
-    targets = _checked("target", target, CHIPS)
+    names = checked("optimizer", optimizer, available)
+    dtypes = checked("dtype", dtype or ["bf16", "fp32"], DTYPES)
+    targets = checked("target", target, CHIPS)
     widths = bits or [8]
     console, rows = Console(width=150), []
     with console.status("compiling") as status:

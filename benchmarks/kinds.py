@@ -1,0 +1,83 @@
+"""What a kernel of many kinds of tiles costs beside one of a single kind; needs no GPU.
+
+`python -m benchmarks.kinds`: registers, programs that a multiprocessor's registers hold, spills,
+shared memory and seconds of compiling, for whole tiles of 8-bit state and for all six kinds of one
+dtype: whole, aligned and other tiles of 8-bit and of 32-bit state.
+"""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from benchmarks import instructions, machine_code, report
+from lowbit_optim_kernels import engine_triton
+
+OPTIMIZERS = ["SGD", "AdamW", "LARS", "LAMB", "LANS"]
+TILES = ((True, 16), (False, 16), (False, 1))
+REGISTERS, MOST = 65_536, 16  # of a multiprocessor of 64 warps; programs of 4 warps
+
+
+def measure(name: str, dtype: str, target: str) -> list[dict[str, Any]]:
+    """Compile the passes of one optimizer for one kind and for six."""
+    from triton.backends.compiler import GPUTarget
+
+    rule, chip = instructions.rule_of(name), GPUTarget(*instructions.CHIPS[target].target)
+    p = instructions.DTYPES[dtype]
+    kinds = [(p, p, bits, *tile) for tile in TILES for bits in (8, 32)]
+    rows = []
+    for kernel in engine_triton.passes(rule):
+        for chosen in (kinds[:1], kinds):
+            start = time.perf_counter()
+            compiled = engine_triton.compile_for(chip, rule, kernel, *chosen)
+            seconds = time.perf_counter() - start
+            counted = machine_code.count(compiled, 1)
+            threads = chip.warp_size * instructions.WARPS
+            programs = REGISTERS // (threads * (-(-counted.registers // 8) * 8))
+            rows.append({
+                "optimizer": f"{name}8bit", "pass": kernel, "dtype": dtype, "target": target,
+                "kinds": len(chosen), "registers": counted.registers,
+                "programs": min(MOST, programs) if compiled.asm.get("cubin") else None,
+                "spills": counted.spills, "shared": compiled.metadata.shared,
+                "seconds": round(seconds, 2),
+            })  # fmt: skip
+    return rows
+
+
+def main(
+    optimizer: Annotated[list[str] | None, typer.Option(help="repeatable")] = None,
+    dtype: Annotated[list[str] | None, typer.Option(help="bf16, fp32; repeatable")] = None,
+    target: Annotated[list[str] | None, typer.Option(help="sm_90, ...; repeatable")] = None,
+    out: Annotated[Path, typer.Option(help="folder for kinds.json")] = instructions.LOCAL_RESULTS,
+) -> None:
+    """Compare kernels of one kind and of six."""
+    console = Console(width=120)
+    names = instructions.checked("optimizer", optimizer or OPTIMIZERS, instructions.OPTIMIZERS)
+    dtypes = instructions.checked("dtype", dtype or ["bf16", "fp32"], instructions.DTYPES)
+    targets = instructions.checked("target", target or ["sm_90"], instructions.CHIPS)
+    rows = [
+        row
+        for at in targets
+        for name in names
+        for each in dtypes
+        for row in measure(name, each, at)
+    ]
+    table = Table(*rows[0])
+    for row in rows:
+        table.add_row(*(str(value) for value in row.values()))
+    console.print(table)
+    options = {"optimizer": optimizer, "dtype": dtype, "target": target}
+    written = {
+        "command": report.command("benchmarks.kinds", options),
+        **report.environment(), "rows": rows,
+    }  # fmt: skip
+    report.write_json(out / "kinds.json", written)
+
+
+if __name__ == "__main__":
+    typer.run(main)
