@@ -41,7 +41,7 @@ import torch
 
 from .lower import indent
 
-PIECES = 8  # of each thread
+PIECES = 32  # of each thread: at the end of a pass a core waits for a piece of another one
 
 _forked = False
 
