@@ -69,7 +69,7 @@ def passes(written: dict) -> str:
 
 def tables() -> Iterator[str]:
     """All of them, in the page's order; those of ratios with the number of threads above."""
-    for name in ("speed.json", "speed_contended.json"):
+    for name in ("speed.json", "speed_fast_memory.json"):
         path = RESULTS / name
         if path.exists():
             sections = json.loads(path.read_text(encoding="utf-8"))["sections"]
