@@ -149,7 +149,7 @@ for name in ("sm_90", "gfx942"):
         assert found.spills == 0
         assert found.widest_load == 16
         assert mixed.metadata.shared <= max(alone.metadata.shared, 8192)
-        assert name != "sm_90" or found.registers <= max(limit.registers, 32) + 24
+        assert name != "sm_90" or found.registers <= max(limit.registers, 32) + 32
 """
 
 
