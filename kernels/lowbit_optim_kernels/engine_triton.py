@@ -11,7 +11,6 @@ from __future__ import annotations
 import contextlib
 import importlib
 import inspect
-from collections.abc import Sequence
 from functools import cache
 from types import ModuleType
 from typing import Any
@@ -54,7 +53,8 @@ def takes_ptx(device: torch.device) -> bool:
     return torch.cuda.get_device_capability(device) >= (8, 0)  # what cvt.rn.f16x2.f32 needs
 
 
-def constants(kinds: Sequence[Kind]) -> dict[str, Any]:
+@cache
+def constants(kinds: tuple[Kind, ...]) -> dict[str, Any]:
     """What makes a specialization of the per-element kernels: the kinds of tiles in one launch."""
     pieces = triton_plan.pieces(kinds)
     typed = ((TYPE[p], TYPE[g], *rest) for p, g, *rest in kinds)

@@ -13,6 +13,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
+from .lower import indent
+
 NUMBER = 2**25  # what counts the kind in the first column of `work`
 TENSORS = ("address", "geometry", "work", "floats", "tables")  # arguments of every pass
 STORAGE = ("P_TYPE", "G_TYPE", "BITS", "WHOLE", "ALIGN")  # a kind
@@ -27,16 +29,11 @@ else:
     kind = entry // {NUMBER}"""
 
 
-def body(lines: Iterable[str]) -> str:
-    """Lines inside a function."""
-    return "\n".join("    " + line for line in lines)
-
-
 def _function(
     name: str, tensors: Iterable[str], constants: Iterable[str], lines: list[str], options: str = ""
 ) -> str:
     given = ", ".join([*tensors, *(f"{constant}: tl.constexpr" for constant in constants)])
-    return f"@triton.jit{options}\ndef {name}({given}):\n{body(lines)}"
+    return f"@triton.jit{options}\ndef {name}({given}):\n{indent(lines, 4)}"
 
 
 def call_tile(name: str, tensors: Iterable[str], piece: str, blocks: str) -> str:

@@ -30,11 +30,12 @@ from .lower import (
     element_scalars,
     functions_source,
     hyper_names,
+    indent,
     reads,
     scalar_functions,
 )
 from .rules import Rule, RuleFunction, gradient_square
-from .triton_kinds import TENSORS, body, call_tile, kernel
+from .triton_kinds import TENSORS, call_tile, kernel
 
 P, G, STEP, MOMENTS = 0, 1, 2, 3  # columns of `address`
 ROW, PER_ROW, BLOCKS, TILES, NUMEL, GEOMETRY = 0, 1, 2, 3, 4, 5  # of `geometry`; its width
@@ -217,10 +218,11 @@ class _Writer:
                 if given not in self.columns:
                     source = f"tl.load(hyper + {self.hyper.index(given)} + 0 * t)"
                     lines.append(self._keep_float(given, source))
-        extra = "grad_scale, found_inf, MAXIMIZE: tl.constexpr, UNSCALE: tl.constexpr, "
-        extra += "GUARDED: tl.constexpr"
-        tables = "address, geometry, hyper, scalars, floats, count"
-        return f"@triton.jit\ndef {name}({tables}, {extra if begin else 'sums'}):\n{body(lines)}"
+        switches = ("MAXIMIZE", "UNSCALE", "GUARDED")
+        extra = ["grad_scale", "found_inf", *(f"{x}: tl.constexpr" for x in switches)]
+        tables = ["address", "geometry", "hyper", "scalars", "floats", "count"]
+        arguments = ", ".join([*tables, *(extra if begin else ["sums"])])
+        return f"@triton.jit\ndef {name}({arguments}):\n{indent(lines, 4)}"
 
     def _keep_float(self, name: str, source: str) -> str:
         column = SCALARS + self.floats.index(name)
