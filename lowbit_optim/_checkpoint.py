@@ -4,20 +4,26 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from numbers import Real
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from lowbit_optim_kernels.dynamic8 import Layout
-from lowbit_optim_kernels.plan import GNORM_HISTORY
+from lowbit_optim_kernels.plan import GNORM_HISTORY, STEP_DTYPE
 from lowbit_optim_kernels.rules import Moment
 
 from . import _manager
 from ._codec import dequantize_blockwise, quantize_blockwise
+from ._settings import without_numpy
 
 KEY = "lowbit_optim"
 FORMAT_VERSION = 1
+EXACT_IN_FP32 = 2**24  # every whole number up to here
+MOST_STEPS = 2**53  # and up to here in fp64
+REAL = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 STORAGE_SETTINGS = ("optim_bits", "min_8bit_size")  # of the optimizer at hand, not of the file
 
 
@@ -26,22 +32,40 @@ def header(family: str) -> dict[str, Any]:
     return {"format_version": FORMAT_VERSION, "optimizer": family}
 
 
-def plain(value: Any) -> Any:
-    """A tree without NumPy's numbers, which `torch.load(weights_only=True)` does not read."""
-    if isinstance(value, float):  # as numpy.float64 is
-        return float(value)
-    if isinstance(value, dict):
-        return {key: plain(item) for key, item in value.items()}
-    if type(value) in (list, tuple):
-        return type(value)(map(plain, value))
-    return value
+def with_saved_steps(state: Mapping[Any, dict[str, Any]]) -> dict[Any, dict[str, Any]]:
+    """A state dict's states with `step` as torch's optimizers save it, in fp32 while that is exact.
+
+    In memory it is an integer, because fp32 stops counting at 2**24.
+    """
+    return {
+        key: {**one, "step": _saved_step(one["step"])} if "step" in one else one
+        for key, one in state.items()
+    }
 
 
-def check_header(state_dict: Mapping[str, Any], family: str, defaults: Mapping[str, Any]) -> None:
-    """Refuse a state dict of a newer format or of another optimizer."""
+def _saved_step(step: Tensor) -> Tensor:
+    return step.to(torch.float32 if int(step) <= EXACT_IN_FP32 else torch.float64)
+
+
+@contextmanager
+def refusing(where: str) -> Iterator[None]:
+    """Say of what is refused inside where it is; a ValueError whatever it was."""
+    try:
+        yield
+    except (ValueError, TypeError) as error:
+        raise ValueError(f"{where}: {error}") from None
+
+
+def check_header(state_dict: Any, family: str, defaults: Mapping[str, Any]) -> None:
+    """Refuse what is no state dict, one of a newer format or of another optimizer."""
+    if not isinstance(state_dict, Mapping):
+        raise ValueError(f"state_dict must be a dict, got {type(state_dict).__name__}")
     for key in ("state", "param_groups"):
         if key not in state_dict:
             raise ValueError(f"state_dict has no {key!r}; it is not an optimizer's state dict")
+    if not isinstance(state_dict["state"], Mapping):
+        raise ValueError(f"state_dict['state'] must be a dict, got {_named(state_dict['state'])}")
+    _check_groups(state_dict["param_groups"])
     head = state_dict.get(KEY)
     if head is None:  # torch.optim's, or one that a checkpoint library has rebuilt
         foreign = {key for group in state_dict["param_groups"] for key in group}
@@ -52,9 +76,16 @@ def check_header(state_dict: Mapping[str, Any], family: str, defaults: Mapping[s
                 f"{', '.join(sorted(foreign))}"
             )
         return
-    if head["format_version"] > FORMAT_VERSION:
+    if not isinstance(head, Mapping) or not {"format_version", "optimizer"} <= head.keys():
         raise ValueError(
-            f"state_dict has format_version {head['format_version']}, newer than the "
+            f"state_dict[{KEY!r}] must be a dict with format_version and optimizer; got {head!r}"
+        )
+    version = head["format_version"]
+    if type(version) is not int or version < 1:
+        raise ValueError(f"state_dict has format_version {version!r}; it must be an integer >= 1")
+    if version > FORMAT_VERSION:
+        raise ValueError(
+            f"state_dict has format_version {version}, newer than the "
             f"{FORMAT_VERSION} that this lowbit_optim reads; update lowbit_optim"
         )
     if head["optimizer"] != family:
@@ -62,6 +93,29 @@ def check_header(state_dict: Mapping[str, Any], family: str, defaults: Mapping[s
             f"state_dict is of the optimizer {head['optimizer']!r} and cannot be loaded into "
             f"{family!r}"
         )
+
+
+def _named(value: Any) -> str:
+    """A value that should have been something else, in a few words."""
+    return "None" if value is None else f"a {type(value).__name__}"
+
+
+def _check_groups(groups: Any) -> None:
+    """Refuse parameter groups that are not a list of dicts, each with a list of parameters."""
+    if not isinstance(groups, (list, tuple)):
+        raise ValueError(f"state_dict['param_groups'] must be a list, got {_named(groups)}")
+    seen: set[Any] = set()
+    for i, group in enumerate(groups):
+        where = f"parameter group {i} of state_dict"
+        if not isinstance(group, Mapping):
+            raise ValueError(f"{where} must be a dict, got {_named(group)}")
+        params = group.get("params")
+        if not isinstance(params, (list, tuple)):
+            raise ValueError(f"{where} must have a list 'params', got {_named(params)}")
+        for index in params:
+            if not isinstance(index, (int, str)) or index in seen:
+                raise ValueError(f"{where} lists the parameter {index!r}, which is none, or twice")
+            seen.add(index)
 
 
 def merged_groups(
@@ -93,17 +147,27 @@ def _copied(value: Any) -> Any:
         return {key: _copied(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
         return type(value)(_copied(item) for item in value)
-    return value
+    return without_numpy(value)
 
 
 def saved_states(
     groups: Iterable[Mapping[str, Any]], state_dict: Mapping[str, Any]
-) -> Iterator[tuple[Tensor, Mapping[str, Any], Mapping[str, Any]]]:
-    """Each parameter that has saved state, with its group and that state."""
+) -> Iterator[tuple[str, Tensor, Mapping[str, Any], Mapping[str, Any]]]:
+    """Each parameter that has saved state: what it is called, itself, its group, that state."""
+    states = dict(state_dict["state"])
     for group, old in zip(groups, state_dict["param_groups"], strict=True):
         for p, index in zip(group["params"], old["params"], strict=True):
-            if state_dict["state"].get(index):
-                yield p, group, state_dict["state"][index]
+            where = f"parameter {index!r} of shape {tuple(p.shape)}"
+            saved = states.pop(index, None)
+            if saved is not None and not isinstance(saved, Mapping):
+                raise ValueError(f"the state of {where} must be a dict, got {_named(saved)}")
+            if saved:
+                yield where, p, group, {k: x for k, x in saved.items() if x is not None}
+    if states:
+        raise ValueError(
+            f"state_dict['state'] has an entry {next(iter(states))!r}, which no parameter group "
+            "lists"
+        )
 
 
 def as_state(state: Mapping[Tensor, dict[str, Any]]) -> defaultdict[Tensor, dict[str, Any]]:
@@ -111,79 +175,138 @@ def as_state(state: Mapping[Tensor, dict[str, Any]]) -> defaultdict[Tensor, dict
     return defaultdict(dict, state)
 
 
-def fitted(
-    saved: Mapping[str, Any], p: Tensor, moments: tuple[Moment, ...], bits: int, name: str
-) -> dict[str, Any]:
-    """A parameter's state, copied from `saved`, on the parameter's device and `bits` wide."""
-    saved = {key: value for key, value in saved.items() if value is not None}
-    if not saved:
-        return {}  # torch.optim.SGD before its first step with momentum
-    state: dict[str, Any] = {}
-    used = {"step"}
-    for moment in moments:
-        if moment.key not in saved:
-            raise ValueError(
-                f"state_dict does not fit {name}: it has no {moment.key!r} for a parameter "
-                f"of shape {tuple(p.shape)}, only {sorted(saved)}"
-            )
-        used |= {moment.key, f"{moment.key}_absmax"}
-        state.update(_fitted_moment(saved, p, moment, bits, name))
-    state["step"] = _fitted_step(saved, p)
+def check_values(saved: Mapping[str, Any], p: Tensor, moments: Iterable[Moment]) -> None:
+    """Refuse numbers that no step leaves behind, and that would make parameters non-finite."""
     for key, value in saved.items():
-        if key == "gnorm_vec":
-            state[key] = _fitted_norms(value, p, name)
-        elif key not in used:
-            state[key] = value.to(p.device, copy=True) if isinstance(value, Tensor) else value
-    return state
+        if isinstance(value, Tensor) and value.device.type == "meta" and p.device.type != "meta":
+            raise ValueError(f"{key!r} is a tensor on the meta device, which has no values")
+    if "step" in saved:
+        _as_step(saved["step"])
+    if "gnorm_vec" in saved:
+        _check_history(saved["gnorm_vec"])
+    for moment in moments:
+        if moment.key in saved:
+            _check_moment(saved, p, moment)
 
 
-def _fitted_step(saved: Mapping[str, Any], p: Tensor) -> Tensor:
-    # torch.optim.SGD counts no steps: a momentum buffer says that there has been one.
-    step = saved.get("step", 1.0)
-    made = torch.as_tensor(step, dtype=torch.float32, device=p.device)
-    return made.clone().reshape(())
+def _as_step(value: Any) -> int:
+    """The number of steps that a checkpoint says have been taken."""
+    if isinstance(value, Tensor) and (value.numel() != 1 or value.is_complex()):
+        raise ValueError(f"'step' must be one number, got a tensor of shape {tuple(value.shape)}")
+    step = value.item() if isinstance(value, Tensor) else value
+    whole = isinstance(step, Real) and not isinstance(step, bool) and step == step // 1
+    if not whole or not 0 <= step <= MOST_STEPS:
+        raise ValueError(f"'step' must be a whole number >= 0, got {step!r}")
+    return int(step)
 
 
-def _fitted_norms(value: Any, p: Tensor, name: str) -> Tensor:
-    if not isinstance(value, Tensor) or value.shape != (GNORM_HISTORY,):
-        raise ValueError(
-            f"state_dict does not fit {name}: 'gnorm_vec' must have shape ({GNORM_HISTORY},); got "
-            f"{tuple(value.shape) if isinstance(value, Tensor) else value!r}"
-        )
-    return value.to(device=p.device, dtype=torch.float32, copy=True)
+def _check_history(norms: Any) -> None:
+    if not isinstance(norms, Tensor) or tuple(norms.shape) != (GNORM_HISTORY,):
+        got = tuple(norms.shape) if isinstance(norms, Tensor) else norms
+        raise ValueError(f"'gnorm_vec' must have shape ({GNORM_HISTORY},); got {got!r}")
+    _require_real("gnorm_vec", norms)
+    if not bool(((norms >= 0) & norms.isfinite()).all() or (norms == -1).all()):
+        raise ValueError("'gnorm_vec' must hold squared norms, finite and >= 0")
 
 
-def _fitted_moment(
-    saved: Mapping[str, Any], p: Tensor, moment: Moment, bits: int, name: str
-) -> dict[str, Any]:
-    value = saved[moment.key]
-    scales = saved.get(f"{moment.key}_absmax")
+def _require_real(key: str, value: Tensor) -> None:
+    if value.dtype not in REAL or value.layout != torch.strided:
+        raise ValueError(f"{key!r} must be a dense real tensor, got {value.dtype}, {value.layout}")
+
+
+def _check_moment(saved: Mapping[str, Any], p: Tensor, moment: Moment) -> None:
+    value, scales = saved[moment.key], saved.get(f"{moment.key}_absmax")
+    _check_shape(saved, p, moment)
+    if scales is not None:
+        _require_real(f"{moment.key}_absmax", scales)
+        if not bool(((scales >= 0) & scales.isfinite()).all()):
+            raise ValueError(f"'{moment.key}_absmax' has scales that are negative or not finite")
+        return
+    _require_real(moment.key, value)
+    value = value.detach()
+    # An infinite square freezes its weight, as in torch.optim; no other number is harmless.
+    good = value.isfinite() if moment.signed else value >= 0
+    if not bool(good.to(p.device).logical_or(~p.detach().isfinite()).all()):
+        allowed = "finite" if moment.signed else ">= 0"
+        raise ValueError(f"{moment.key!r} has elements that are not {allowed}")
+
+
+def _check_shape(saved: Mapping[str, Any], p: Tensor, moment: Moment) -> None:
+    """Refuse a moment that is not of the parameter's shape, with the scales that belong to it."""
+    value, scales = saved[moment.key], saved.get(f"{moment.key}_absmax")
     if not isinstance(value, Tensor) or value.shape != p.shape:
         raise ValueError(
-            f"state_dict does not fit {name}: {moment.key!r} has shape "
+            f"{moment.key!r} has shape "
             f"{tuple(value.shape) if isinstance(value, Tensor) else value!r}, "
             f"its parameter {tuple(p.shape)}"
         )
     if (value.dtype == torch.uint8) != (scales is not None):
         raise ValueError(
-            f"state_dict does not fit {name}: {moment.key!r} is {value.dtype} and its scales "
+            f"{moment.key!r} is {value.dtype} and its scales "
             f"{moment.key}_absmax are {'missing' if scales is None else 'present'}"
         )
-    if scales is not None:
-        wanted = Layout.of(p.shape).absmax_shape
-        if tuple(scales.shape) != wanted:
-            raise ValueError(
-                f"state_dict does not fit {name}: {moment.key}_absmax has shape "
-                f"{tuple(scales.shape)}, {wanted} is needed for a parameter of {tuple(p.shape)}"
-            )
-        scales = scales.to(device=p.device, dtype=torch.float32, copy=True)
-        value = value.to(p.device, copy=True).contiguous()
-        if bits == 8:
-            return {moment.key: value, f"{moment.key}_absmax": scales}
-        value = dequantize_blockwise(value, scales, moment.signed)
-    wide = torch.float64 if p.dtype == torch.float64 else torch.float32
-    value = value.to(device=p.device, dtype=wide, copy=True).contiguous()
-    if bits == 32:
-        return {moment.key: value}
-    codes, absmax = quantize_blockwise(value, moment.signed)
-    return {moment.key: codes, f"{moment.key}_absmax": absmax}
+    if scales is None:
+        return
+    wanted = Layout.of(p.shape).absmax_shape
+    if not isinstance(scales, Tensor) or tuple(scales.shape) != wanted:
+        raise ValueError(
+            f"{moment.key}_absmax has shape "
+            f"{tuple(scales.shape) if isinstance(scales, Tensor) else scales!r}, "
+            f"{wanted} is needed for a parameter of {tuple(p.shape)}"
+        )
+
+
+def fitted(
+    saved: Mapping[str, Any], p: Tensor, moments: tuple[Moment, ...], bits: int
+) -> dict[str, Any]:
+    """A parameter's state, copied from `saved`, on the parameter's device and `bits` wide."""
+    if not saved:
+        return {}  # torch.optim.SGD before its first step with momentum
+    state: dict[str, Any] = {}
+    used = {"step", "gnorm_vec"}
+    for moment in moments:
+        if moment.key not in saved:
+            raise ValueError(f"it has no {moment.key!r}, only {sorted(map(str, saved))}")
+        _check_shape(saved, p, moment)
+        used |= {moment.key, f"{moment.key}_absmax"}
+    state.update(_fitted_moments(saved, p, moments, bits))
+    # torch.optim.SGD counts no steps: a momentum buffer says that there has been one.
+    step = _as_step(saved.get("step", 1))
+    state["step"] = torch.tensor(step, dtype=STEP_DTYPE, device=p.device)
+    if "gnorm_vec" in saved:
+        state["gnorm_vec"] = _copy(saved["gnorm_vec"], p.device, torch.float32)
+    for key, value in saved.items():
+        if key not in used:
+            state[key] = _copy(value, p.device) if isinstance(value, Tensor) else value
+    return state
+
+
+def _copy(x: Tensor, device: torch.device, dtype: torch.dtype | None = None) -> Tensor:
+    return x.detach().to(device=device, dtype=dtype or x.dtype, copy=True).contiguous()
+
+
+def _fitted_moments(
+    saved: Mapping[str, Any], p: Tensor, moments: tuple[Moment, ...], bits: int
+) -> dict[str, Tensor]:
+    """The moments as they are to be stored; codes that stay codes are copied bit for bit."""
+    state: dict[str, Tensor] = {}
+    wide: dict[Moment, Tensor] = {}
+    for moment in moments:
+        value, scales = saved[moment.key], saved.get(f"{moment.key}_absmax")
+        if scales is not None and bits == 8:
+            state[moment.key] = _copy(value, p.device)
+            state[f"{moment.key}_absmax"] = _copy(scales, p.device, torch.float32)
+            continue
+        if scales is not None:
+            value = dequantize_blockwise(value.to(p.device), scales, moment.signed)
+        wide[moment] = _copy(value, p.device, torch.promote_types(p.dtype, torch.float32))
+    if bits == 8 and wide:  # as in a step, an element with one bad moment starts again in all
+        finite = torch.stack([x.isfinite() for x in wide.values()]).all(0)
+        wide = {moment: torch.where(finite, x, 0.0) for moment, x in wide.items()}
+    for moment, value in wide.items():
+        if bits == 32:
+            state[moment.key] = value
+        else:
+            codes, absmax = quantize_blockwise(value, moment.signed)
+            state[moment.key], state[f"{moment.key}_absmax"] = codes, absmax
+    return state

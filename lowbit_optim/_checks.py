@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from numbers import Integral, Real
 from typing import Any
 
 import torch
@@ -13,38 +14,58 @@ def number(
     name: str, value: Any, low: float, high: float = math.inf, open_high: bool = False
 ) -> None:
     """Refuse what is not a finite number in [low, high] (or [low, high))."""
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
+    if isinstance(value, bool) or not isinstance(value, Real):
         raise TypeError(f"{name} must be a number, got {value!r}")
-    inside = low <= value < high if open_high else low <= value <= high
-    if not inside or not math.isfinite(value):
+    x = float(value)
+    inside = low <= x < high if open_high else low <= x <= high
+    if not inside or not math.isfinite(x):
         upper = "" if high == math.inf else f" and {'<' if open_high else '<='} {high:g}"
         raise ValueError(f"{name} must be finite, >= {low:g}{upper}; got {value!r}")
 
 
 def positive(name: str, value: Any, high: float = math.inf) -> None:
     """Refuse what is not a finite number in (0, high]."""
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
+    if isinstance(value, bool) or not isinstance(value, Real):
         raise TypeError(f"{name} must be a number, got {value!r}")
-    if not 0 < value <= high or not math.isfinite(value):
+    if not 0 < float(value) <= high or not math.isfinite(value):
         upper = "" if high == math.inf else f" and <= {high:g}"
         raise ValueError(f"{name} must be finite, > 0{upper}; got {value!r}")
 
 
+def _on_accelerator(name: str, value: Any) -> bool:
+    """Whether a value is a tensor of one element that lies where a step does not read it back."""
+    if not isinstance(value, torch.Tensor):
+        return False
+    if value.numel() != 1 or value.is_complex():
+        raise ValueError(f"{name} must be a number or a real tensor of one element; got {value!r}")
+    return value.device.type != "cpu"
+
+
 def learning_rate(value: Any) -> None:
-    """Refuse a learning rate that is negative, not finite, or a tensor of several elements."""
-    if isinstance(value, torch.Tensor):
-        if value.numel() != 1 or value.is_complex():
-            raise ValueError(f"lr must be a number or a real tensor of one element; got {value!r}")
-        value = float(value)
+    """Refuse a learning rate that is not finite, or a tensor of several elements.
+
+    A negative one is taken: schedules overshoot zero by a rounding, and torch's optimizers step
+    with what they give. `initial_learning_rate` is for what a user writes.
+    """
+    if not _on_accelerator("lr", value):
+        number("lr", value.item() if isinstance(value, torch.Tensor) else value, -math.inf)
+
+
+def initial_learning_rate(value: Any) -> None:
+    """Refuse a learning rate that is negative, too; a tensor is read wherever it lies."""
+    if isinstance(value, torch.Tensor) and value.numel() == 1:
+        value = value.item()
+    learning_rate(value)
     number("lr", value, 0.0)
 
 
 def betas(value: Any, count: int = 2) -> None:
-    """Refuse betas that are not `count` numbers in [0, 1)."""
+    """Refuse betas that are not `count` numbers in [0, 1), or tensors of one element."""
     if not isinstance(value, (tuple, list)) or len(value) != count:
         raise ValueError(f"betas must be {count} numbers in [0, 1); got {value!r}")
     for i, beta in enumerate(value):
-        number(f"betas[{i}]", beta, 0.0, 1.0, open_high=True)
+        if not _on_accelerator(f"betas[{i}]", beta):
+            number(f"betas[{i}]", beta, 0.0, 1.0, open_high=True)
 
 
 def flag(name: str, value: Any) -> None:
@@ -73,13 +94,13 @@ def bounds(name: str, value: Any) -> None:
         raise ValueError(f"{name} must be None or a pair (low, high); got {value!r}")
     low, high = value
     number(f"{name}[0]", low, 0.0)
-    if isinstance(high, bool) or not isinstance(high, (int, float)) or not high >= low:
+    if isinstance(high, bool) or not isinstance(high, Real) or not high >= low:
         raise ValueError(f"{name} must have 0 <= low <= high; got {value!r}")
 
 
 def integer(name: str, value: Any, low: int, high: float = math.inf) -> None:
     """Refuse what is not an integer in [low, high]."""
-    if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
+    if isinstance(value, bool) or not isinstance(value, Integral) or not low <= int(value) <= high:
         upper = "" if high == math.inf else f" and <= {high}"
         raise ValueError(f"{name} must be an integer >= {low}{upper}; got {value!r}")
 
@@ -122,13 +143,17 @@ def bitsandbytes_switches(block_wise: Any, is_paged: Any = False) -> None:
 ARGS = ("optim_bits", "min_8bit_size", "percentile_clipping", "max_unorm")
 
 
+def from_args(args: Any, name: str, otherwise: Any) -> Any:
+    """What bitsandbytes' `args`, an object or a dict, says of a setting."""
+    if isinstance(args, Mapping):
+        return args.get(name, otherwise)
+    return getattr(args, name, otherwise)
+
+
 def replace_by_args(defaults: dict[str, Any], args: Any) -> None:
-    """Let the attributes of bitsandbytes' `args` object replace the constructor's values."""
-    if args is None:
-        return
+    """Let bitsandbytes' `args` replace the constructor's values."""
     for name in ARGS:
-        if hasattr(args, name):
-            defaults[name] = getattr(args, name)
+        defaults[name] = from_args(args, name, defaults[name])
 
 
 def momentum(group: Mapping[str, Any]) -> None:

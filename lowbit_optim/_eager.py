@@ -22,7 +22,7 @@ from lowbit_optim_kernels.plan import GNORM_HISTORY
 from lowbit_optim_kernels.rules import Moment
 
 from ._codec import dequantize_blockwise
-from ._optimizer import LowBitOptimizer
+from ._optimizer import LowBitOptimizer, Stored
 
 
 @dataclass
@@ -119,13 +119,25 @@ class EagerOptimizer(LowBitOptimizer):
     def _moments(self, group: Mapping[str, Any]) -> tuple[Moment, ...]:
         return self.MOMENTS
 
-    def _init_state(self, p: Tensor, group: Mapping[str, Any], state: dict[str, Any]) -> None:
-        extras = self._extras(p, group, state)
-        state.setdefault("step", torch.zeros((), dtype=torch.float32, device="cpu"))
-        super()._init_state(p, group, state)
-        for key, shape in extras.items():
-            if key not in state:
-                state[key] = self._new_extra(key, shape, p, group)
+    def _stored(
+        self, p: Tensor, group: Mapping[str, Any], state: Mapping[str, Any]
+    ) -> dict[str, Stored]:
+        stored = super()._stored(p, group, state)
+        stored["step"] = stored["step"]._replace(device=torch.device("cpu"))
+        for key, shape in self._extras(p, group, state).items():
+            stored[key] = Stored(shape, compute_dtype(p), p.device)
+        return stored
+
+    def _new(self, key: str, stored: Stored, p: Tensor, group: Mapping[str, Any]) -> Tensor:
+        if key in super()._stored(p, group, {}):
+            return super()._new(key, stored, p, group)
+        return self._new_extra(key, stored.shape, p, group)
+
+    def _check_saved(self, saved: Mapping[str, Any], p: Tensor, group: Mapping[str, Any]) -> None:
+        super()._check_saved(saved, p, group)
+        for key in self._extras(p, group, saved):
+            if key in saved:
+                _check_extra(key, saved[key])
 
     def _fitted(
         self, saved: Mapping[str, Any], p: Tensor, group: Mapping[str, Any]
@@ -133,18 +145,12 @@ class EagerOptimizer(LowBitOptimizer):
         state = super()._fitted(saved, p, group)
         if not state:
             return state
-        if "step" not in saved:
-            raise ValueError(f"state_dict does not fit {type(self).__name__}: it has no 'step'")
-        step = torch.as_tensor(saved["step"], device="cpu")
-        state["step"] = step.to(device="cpu", dtype=torch.float32, copy=True).reshape(())
+        state["step"] = state["step"].to("cpu")
         for key, shape in self._extras(p, group, state).items():
             value = state.get(key)
             found = tuple(value.shape) if isinstance(value, Tensor) else value
             if found != shape:
-                raise ValueError(
-                    f"state_dict does not fit {type(self).__name__}: {key!r} of a parameter of "
-                    f"shape {tuple(p.shape)} must have shape {shape}; got {found!r}"
-                )
+                raise ValueError(f"{key!r} must have shape {shape}; got {found!r}")
             state[key] = state[key].to(compute_dtype(p)).contiguous()
         return state
 
@@ -158,22 +164,15 @@ class EagerOptimizer(LowBitOptimizer):
         parts = [part for index, group in groups for _, part in self._parts(index, group)]
         # All that is refused is refused here, before any parameter's state has changed.
         todo = [(p, g, part) for part in parts for p, g, _ in self._gradients(part)]
-        keys = [moment.key for moment in self.MOMENTS]
-        states = [self._state_of(p, part, keys) for p, _, part in todo]
+        states = {p: self._state_of(p, part) for p, _, part in todo}
+        self.state.update(states)
         found_inf = getattr(self, "found_inf", None)
         # The only value ever read back, and only under a GradScaler, which for most of torch's
         # optimizers reads it back itself.
         if found_inf is not None and bool(found_inf):
             return
-        for (p, g, part), state in zip(todo, states, strict=True):
-            self._step_parameter(p, g, part, state)
-
-    def _state_of(self, p: Tensor, group: Mapping[str, Any], keys: list[str]) -> dict[str, Any]:
-        state = super()._state_of(p, group, keys)
-        extras = [state[key] for key in self._extras(p, group, state)]
-        if any((x.dtype, x.device) != (compute_dtype(p), p.device) for x in extras):
-            state.update(self._fitted(state, p, group))  # the model has changed its dtype
-        return state
+        for p, g, part in todo:
+            self._step_parameter(p, g, part, states[p])
 
     def _gradient(self, p: Tensor) -> Tensor:
         placements = getattr(p, "placements", None)
@@ -188,13 +187,13 @@ class EagerOptimizer(LowBitOptimizer):
         self, p: Tensor, g: Tensor, group: Mapping[str, Any], state: dict[str, Any]
     ) -> None:
         t = int(state["step"])
-        state["step"] += 1
         if p.numel() == 0:
+            state["step"] += 1
             return
         dtype = compute_dtype(p)
         lr = group["lr"]
         if isinstance(lr, Tensor):
-            lr = float(lr) if lr.device.type == "cpu" else lr.to(p.device, dtype).reshape(())
+            lr = lr.to(p.device, dtype).reshape(())
         work = Work(
             p=p.detach().to(dtype), g=self._prepared(g.to(dtype), t, group, state), t=t, lr=lr,
             group=group, state=state,
@@ -202,6 +201,7 @@ class EagerOptimizer(LowBitOptimizer):
         )  # fmt: skip
         p.copy_(self._update(work))
         self._store(work)
+        state["step"] += 1
 
     def _prepared(
         self, g: Tensor, t: int, group: Mapping[str, Any], state: Mapping[str, Any]
@@ -229,6 +229,17 @@ class EagerOptimizer(LowBitOptimizer):
             layout = Layout.of(codes.shape)
             engine = load_engine(engine_for(x).name)
             engine.quantize(x, moment.signed, layout.rows, layout.row, codes, absmax)
+
+
+def _check_extra(key: str, value: Any) -> None:
+    """Refuse numbers that no step leaves in a state beside the moments."""
+    if not isinstance(value, Tensor) or not value.is_floating_point():
+        raise ValueError(f"{key!r} must be a real tensor, got {value!r}")
+    if not bool(value.isfinite().all()):
+        raise ValueError(f"{key!r} has elements that are not finite")
+    squared = key.endswith("_sq") or key.startswith("param_rms")
+    if squared and bool((value < 0).any()):
+        raise ValueError(f"{key!r} has elements that are negative")
 
 
 def _decoded(state: Mapping[str, Any], moment: Moment, dtype: torch.dtype) -> Tensor:

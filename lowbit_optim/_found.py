@@ -49,6 +49,7 @@ class Found:
         slots: what the engines are given of them.
         batches: the slots by device and engine.
         staged: parameters that are stepped in a contiguous copy, with the copy.
+        new_states: states that are to be kept once the step can no longer fail.
         again: whether this is the last step's, with new gradients.
     """
 
@@ -58,6 +59,7 @@ class Found:
     slots: list[Slot] = field(default_factory=list)
     batches: dict[tuple[torch.device, str], list[Slot]] = field(default_factory=dict)
     staged: list[tuple[Tensor, Tensor]] = field(default_factory=list)
+    new_states: dict[Tensor, dict[str, Any]] = field(default_factory=dict)
     again: bool = False
 
     def close(self, state: Mapping[Tensor, dict[str, Any]]) -> bool:

@@ -121,6 +121,7 @@ class LARS(LowBitOptimizer):
     """
 
     family = "LARS"
+    step_required = False
 
     def __init__(
         self,

@@ -63,6 +63,7 @@ class Lion(LowBitOptimizer):
     """
 
     family = "Lion"
+    step_required = False
 
     def __init__(
         self,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import weakref
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Hashable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from . import _checks
+from ._settings import Validate, resolved
 
 NOT_SETTINGS = ("self", "params", "args", "kwargs", "block_wise", "is_paged")
 NOT_PER_PARAMETER = ("foreach", "fused", "capturable", "differentiable")
@@ -43,7 +44,7 @@ def _checked(config: Mapping[str, Any]) -> dict[str, Any]:
         if key not in _settings:
             allowed = ", ".join(sorted(_settings))
             raise ValueError(f"an override names the unknown setting {key!r}; there are: {allowed}")
-    _checks.common({**COMMON, **config})
+    _checks.common(resolved({**COMMON, **config}))
     return dict(config)
 
 
@@ -209,15 +210,15 @@ class Overrides:
 
     def __init__(self) -> None:
         self._version = 0
-        self._known: dict[Tensor, tuple[str, dict[str, Any]]] = {}
+        self._known: dict[Tensor, tuple[tuple, dict[str, Any]]] = {}
 
     def parts(
-        self, group: Mapping[str, Any], validate: Callable[[Mapping[str, Any]], None]
-    ) -> list[tuple[str, Mapping[str, Any]]]:
+        self, group: Mapping[str, Any], validate: Validate
+    ) -> list[tuple[tuple, Mapping[str, Any]]]:
         """A group, cut up by what is overridden of its parameters.
 
         Args:
-            group: a parameter group.
+            group: a parameter group's resolved settings.
             validate: raises for settings that the optimizer does not allow.
 
         Returns:
@@ -226,24 +227,24 @@ class Overrides:
         """
         manager = GlobalOptimManager._instance
         if manager is None or not (manager._modules or manager._parameters):
-            return [("", group)]
-        self._look_up(manager, group, validate)
-        members: dict[str, list[Tensor]] = {}
-        configs: dict[str, dict[str, Any]] = {}
+            return [((), group)]
+        self._look_up(manager, group)
+        members: dict[tuple, list[Tensor]] = {}
+        configs: dict[tuple, dict[str, Any]] = {}
         for p in group["params"]:
             key, config = self._known[p]
             members.setdefault(key, []).append(p)
             configs[key] = config
         if not any(configs.values()):
-            return [("", group)]
-        return [(key, {**group, **configs[key], "params": members[key]}) for key in members]
+            return [((), group)]
+        parts: list[tuple[tuple, Mapping[str, Any]]] = [
+            (key, {**group, **resolved(configs[key]), "params": members[key]}) for key in members
+        ]
+        for _, part in parts:
+            validate(part)
+        return parts
 
-    def _look_up(
-        self,
-        manager: GlobalOptimManager,
-        group: Mapping[str, Any],
-        validate: Callable[[Mapping[str, Any]], None],
-    ) -> None:
+    def _look_up(self, manager: GlobalOptimManager, group: Mapping[str, Any]) -> None:
         if self._version != manager._version:
             self._version, self._known = manager._version, {}
         missing = [p for p in group["params"] if p not in self._known]
@@ -258,9 +259,15 @@ class Overrides:
                         f"GlobalOptimManager overrides {key!r}, a setting that this optimizer "
                         f"does not have; it has {', '.join(k for k in group if k in _settings)}"
                     )
-            if config:
-                validate({**group, **config})
-        self._known.update(
-            (p, (repr(sorted(config.items())) if config else "", config))
-            for p, config in found.items()
-        )
+        self._known.update((p, (_key(config), config)) for p, config in found.items())
+
+
+def _key(config: Mapping[str, Any]) -> tuple:
+    """What tells an override from others; a tensor is itself, whatever its value is now."""
+    return tuple((name, _told_apart(value)) for name, value in sorted(config.items()))
+
+
+def _told_apart(value: Any) -> Hashable:
+    if isinstance(value, (list, tuple)):
+        return tuple(map(_told_apart, value))
+    return id(value) if isinstance(value, Tensor) else value

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping
-from typing import Any, ClassVar, overload
+from typing import Any, ClassVar, NamedTuple, overload
 
 import torch
 from torch import Tensor
@@ -12,19 +12,41 @@ from torch.optim import Optimizer
 
 from lowbit_optim_kernels import dispatch
 from lowbit_optim_kernels.dynamic8 import TOP_CODE, ZERO_CODE, Layout
-from lowbit_optim_kernels.plan import GNORM_HISTORY, Batch, Slot
+from lowbit_optim_kernels.plan import GNORM_HISTORY, STEP_DTYPE, Batch, Slot
 from lowbit_optim_kernels.rules import Moment, Rule
 
 from . import _checkpoint, _checks, _manager
 from ._found import Found
+from ._settings import Settings, resolved, without_numpy
 
 STATE_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+
+
+class Stored(NamedTuple):
+    """A tensor of a parameter's state: how it is stored, and what it is filled with at first."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+    start: float = 0.0
+
+    def like(self, x: Any) -> bool:
+        """Whether a value is stored so."""
+        if not isinstance(x, Tensor) or (x.shape, x.dtype, x.device) != self[:3]:
+            return False
+        return x.layout == torch.strided and x.is_contiguous()
+
+
+def _wide(p: Tensor) -> torch.dtype:
+    """The dtype of a parameter's 32-bit state."""
+    return torch.float64 if p.dtype == torch.float64 else torch.float32
 
 
 def _add_header(optimizer: Any, state_dict: dict[str, Any]) -> None:
     """A hook, and the first one, so that a user's hooks are given all that is saved."""
     state_dict[_checkpoint.KEY] = _checkpoint.header(optimizer.family)
-    state_dict["param_groups"] = _checkpoint.plain(state_dict["param_groups"])
+    state_dict["param_groups"] = without_numpy(state_dict["param_groups"])
+    state_dict["state"] = _checkpoint.with_saved_steps(state_dict["state"])
 
 
 class LowBitOptimizer(Optimizer):
@@ -36,6 +58,7 @@ class LowBitOptimizer(Optimizer):
     """
 
     family: ClassVar[str]
+    step_required: ClassVar[bool] = True  # in a checkpoint; torch.optim.SGD saves none
     _step_supports_amp_scaling = True
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
@@ -44,7 +67,8 @@ class LowBitOptimizer(Optimizer):
 
     def __init__(self, params: Any, defaults: dict[str, Any], args: Any = None) -> None:
         _checks.replace_by_args(defaults, args)
-        self._validate(defaults)
+        defaults = without_numpy(defaults)
+        self._check_given(defaults)
         self._forget()
         super().__init__(params, defaults)
 
@@ -55,12 +79,18 @@ class LowBitOptimizer(Optimizer):
     def _forget(self) -> None:
         self._caches: dict[Any, dict] = {}
         self._found: dict[Any, Found] = {}
+        self._settings = Settings()
         self._overrides = _manager.Overrides()
+
+    def _check_given(self, group: Mapping[str, Any]) -> None:
+        """Raise for settings that a user may not write; a step may come to others."""
+        _checks.initial_learning_rate(group["lr"])
+        self._validate(resolved(group))
 
     # What a front-end supplies.
 
     def _validate(self, group: Mapping[str, Any]) -> None:
-        """Raise for settings that are not allowed; `group` has every default filled in."""
+        """Raise for settings that no step can run with; `group` has them all, resolved."""
         _checks.common(group)
 
     def _rule(self, group: Mapping[str, Any]) -> Rule:
@@ -92,7 +122,9 @@ class LowBitOptimizer(Optimizer):
                 real and floating; nothing has been added then.
         """
         if isinstance(param_group, dict):
-            self._validate({**self.defaults, **param_group})
+            settings = {key: value for key, value in param_group.items() if key != "params"}
+            param_group.update(without_numpy(settings))
+            self._check_given({**self.defaults, **param_group})
         super().add_param_group(param_group)
         for p in self.param_groups[-1]["params"]:
             if p.dtype not in STATE_DTYPES or p.layout != torch.strided:
@@ -157,18 +189,23 @@ class LowBitOptimizer(Optimizer):
             ValueError: when it is of another optimizer, of a newer format, or does not fit the
                 parameters; nothing has been changed then.
         """
-        state_dict = dict(state_dict)  # a hook may change its keys
+        if isinstance(state_dict, Mapping):
+            state_dict = dict(state_dict)  # a hook may change its keys
         for pre_hook in self._optimizer_load_state_dict_pre_hooks.values():
             result = pre_hook(self, state_dict)
             state_dict = state_dict if result is None else result
+        name = type(self).__name__
         _checkpoint.check_header(state_dict, self.family, self.defaults)
-        groups = _checkpoint.merged_groups(self.param_groups, state_dict, type(self).__name__)
-        for group in groups:
-            self._validate({**self.defaults, **group})
+        groups = _checkpoint.merged_groups(self.param_groups, state_dict, name)
+        for index, group in enumerate(groups):
+            with _checkpoint.refusing(f"parameter group {index} of state_dict"):
+                self._validate(resolved({**self.defaults, **group}))
         state = {}
-        for p, its_group, saved in _checkpoint.saved_states(groups, state_dict):
-            ((_, part),) = self._parts(0, {**its_group, "params": [p]})
-            state[p] = self._fitted(saved, p, part)
+        for where, p, its_group, saved in _checkpoint.saved_states(groups, state_dict):
+            ((_, part),) = self._overridden({**resolved(its_group), "params": [p]})
+            with _checkpoint.refusing(f"state_dict does not fit {name}: {where}"):
+                self._check_saved(saved, p, part)
+                state[p] = self._fitted(saved, p, part)
         self.__setstate__({"state": _checkpoint.as_state(state), "param_groups": groups})
         for post_hook in self._optimizer_load_state_dict_post_hooks.values():
             post_hook(self)
@@ -176,10 +213,13 @@ class LowBitOptimizer(Optimizer):
     # The step loop.
 
     def _step_groups(self) -> None:
-        """Step every parameter that has a gradient."""
+        """Step every parameter that has a gradient.
+
+        All that is refused is refused, all memory for new state is had and all code is compiled
+        before the first parameter or state changes.
+        """
         groups = enumerate(self.param_groups)
         parts = [part for index, group in groups for part in self._parts(index, group)]
-        # All that is refused is refused here, before any parameter's state has changed.
         looks = [self._look(key, group) for key, group in parts]
         self._found = {}
         found = [self._find(group, look) for (_, group), look in zip(parts, looks, strict=True)]
@@ -188,8 +228,13 @@ class LowBitOptimizer(Optimizer):
             for (key, group), one in zip(parts, found, strict=True)
             for batch in self._batches(key, group, one)
         ]
+
+        def keep_states() -> None:
+            for one in found:
+                self.state.update(one.new_states)
+
         if batches:
-            dispatch.step(batches)
+            dispatch.step(batches, ready=keep_states)
         written = [p for one in found for p in one.params]
         for p, work in (pair for one in found for pair in one.staged):
             p.copy_(work)
@@ -201,47 +246,56 @@ class LowBitOptimizer(Optimizer):
         }
 
     def _parts(self, index: int, group: Mapping[str, Any]) -> list[tuple[Any, Mapping[str, Any]]]:
-        """A group by what `GlobalOptimManager` overrides of its parameters; each with a key."""
-        parts = self._overrides.parts(group, self._validate)
-        return [((index, key), part) for key, part in parts]
+        """A group's settings by what is overridden of its parameters; each part with a key."""
+        settings = self._settings.of(index, group, self._validate)
+        return [((index, key), part) for key, part in self._overridden(settings)]
+
+    def _overridden(self, settings: Mapping[str, Any]) -> list[tuple[Any, Mapping[str, Any]]]:
+        """Settings by what `GlobalOptimManager` overrides of the parameters."""
+        return self._overrides.parts(settings, self._validate)
 
     def _bits(self, p: Tensor, group: Mapping[str, Any]) -> int:
         return 8 if group["optim_bits"] == 8 and p.numel() >= group["min_8bit_size"] else 32
+
+    def _check_saved(self, saved: Mapping[str, Any], p: Tensor, group: Mapping[str, Any]) -> None:
+        """Raise for numbers that no step leaves in a parameter's state."""
+        _checkpoint.check_values(saved, p, self._moments(group))
+        if self.step_required and "step" not in saved:
+            raise ValueError(f"it has no 'step', only {sorted(map(str, saved))}")
 
     def _fitted(
         self, saved: Mapping[str, Any], p: Tensor, group: Mapping[str, Any]
     ) -> dict[str, Any]:
         """A parameter's state, copied from `saved` and stored as `group` asks."""
-        bits, name = self._bits(p, group), type(self).__name__
-        return _checkpoint.fitted(saved, p, self._moments(group), bits, name)
+        return _checkpoint.fitted(saved, p, self._moments(group), self._bits(p, group))
 
-    def _init_state(self, p: Tensor, group: Mapping[str, Any], state: dict[str, Any]) -> None:
-        """Create what a parameter's state lacks."""
+    def _stored(
+        self, p: Tensor, group: Mapping[str, Any], state: Mapping[str, Any]
+    ) -> dict[str, Stored]:
+        """Every tensor that a step wants in a parameter's state; `state` is what there is."""
+        stored = {"step": Stored((), STEP_DTYPE, p.device)}
+        if group["percentile_clipping"] < 100:
+            stored["gnorm_vec"] = Stored((GNORM_HISTORY,), torch.float32, p.device, -1.0)
+        for moment in self._moments(group):
+            start = self._start(moment.key, group)
+            if self._bits(p, group) == 8:
+                code, scales = TOP_CODE if start else ZERO_CODE[moment.signed], Layout.of(p.shape)
+                stored[moment.key] = Stored(p.shape, torch.uint8, p.device, code)
+                stored[f"{moment.key}_absmax"] = Stored(
+                    scales.absmax_shape, torch.float32, p.device, start
+                )
+            else:
+                stored[moment.key] = Stored(p.shape, _wide(p), p.device, start)
+        return stored
+
+    def _new(self, key: str, stored: Stored, p: Tensor, group: Mapping[str, Any]) -> Tensor:
+        """How a state begins."""
         if p.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
             raise RuntimeError(
                 f"{type(self).__name__}: a parameter has no state yet, and a CUDA graph is being "
                 "captured; take one step before capturing"
             )
-        bits = self._bits(p, group)
-        if "step" not in state:
-            state["step"] = torch.zeros((), dtype=torch.float32, device=p.device)
-        if group["percentile_clipping"] < 100 and "gnorm_vec" not in state:
-            size, kind = (GNORM_HISTORY,), torch.float32
-            state["gnorm_vec"] = torch.full(size, -1.0, dtype=kind, device=p.device)
-        for moment in self._moments(group):
-            if moment.key in state:
-                continue
-            start = self._start(moment.key, group)
-            if bits == 8:
-                shape = Layout.of(p.shape).absmax_shape
-                code = TOP_CODE if start else ZERO_CODE[moment.signed]
-                state[moment.key] = torch.full(p.shape, code, dtype=torch.uint8, device=p.device)
-                state[f"{moment.key}_absmax"] = torch.full(
-                    shape, start, dtype=torch.float32, device=p.device
-                )
-            else:
-                dtype = torch.float64 if p.dtype == torch.float64 else torch.float32
-                state[moment.key] = torch.full(p.shape, start, dtype=dtype, device=p.device)
+        return torch.full(stored.shape, stored.start, dtype=stored.dtype, device=stored.device)
 
     def _gradient(self, p: Tensor) -> Tensor:
         g = p.grad
@@ -265,6 +319,11 @@ class LowBitOptimizer(Optimizer):
             raise RuntimeError(
                 f"{type(self).__name__}: a parameter is on {p.device} and its gradient on "
                 f"{g.device}; move the model before constructing the optimizer"
+            )
+        if torch._debug_has_internal_overlap(p) == 1:
+            raise RuntimeError(
+                f"{type(self).__name__}: a parameter of shape {tuple(p.shape)} and strides "
+                f"{p.stride()} has elements that share memory, as an expanded tensor has; clone it"
             )
         return g.resolve_neg().contiguous()
 
@@ -303,34 +362,38 @@ class LowBitOptimizer(Optimizer):
         found, checked = look
         keys = [moment.key for moment in self._moments(group)]
         for p, g, engine in checked:
-            work = p.contiguous()
+            work = p.resolve_neg().contiguous()
             if work is not p:
                 found.staged.append((p, work))
-            slot = self._slot(p, work, g, group, keys)
+            state = self._state_of(p, group)
+            if state is not self.state.get(p):
+                found.new_states[p] = state
+            slot = self._slot(p, work, g, group, state, keys)
             found.slots.append(slot)
             found.batches.setdefault((p.device, engine), []).append(slot)
         return found
 
-    def _state_of(self, p: Tensor, group: Mapping[str, Any], keys: list[str]) -> dict[str, Any]:
-        """A parameter's state, created or brought to p's device and the wanted width if need be."""
-        state = self.state[p]
-        wanted = {"step", *keys} | ({"gnorm_vec"} if group["percentile_clipping"] < 100 else set())
-        wide = torch.float64 if p.dtype == torch.float64 else torch.float32
-        dtype = torch.uint8 if self._bits(p, group) == 8 else wide
-        if not wanted <= state.keys():
-            self._init_state(p, group, state)
-        here = (dtype, p.device, p.shape)
-        moved = not keys and state["step"].device != p.device
-        if moved or any((x.dtype, x.device, x.shape) != here for x in map(state.get, keys)):
-            fitted = self._fitted(state, p, group)
-            state.clear()
-            state.update(fitted)
-        return state
+    def _state_of(self, p: Tensor, group: Mapping[str, Any]) -> dict[str, Any]:
+        """A parameter's state if it is as wanted, else a new one; nothing has been changed yet.
+
+        A new state is made where there is none, or where the one there is lacks something, is on
+        another device than p or of another width or shape than it should be.
+        """
+        state: dict[str, Any] = self.state.get(p, {})
+        stored = self._stored(p, group, state)
+        missing = [key for key in stored if key.removesuffix("_absmax") not in state]
+        if missing:
+            state = {**state, **{key: self._new(key, stored[key], p, group) for key in missing}}
+        if all(tensor.like(state.get(key)) for key, tensor in stored.items()):
+            return state
+        where = f"the state of a parameter of shape {tuple(p.shape)} does not fit "
+        with _checkpoint.refusing(f"{where}{type(self).__name__}"):
+            return self._fitted(state, p, group)
 
     def _slot(
-        self, p: Tensor, work: Tensor, g: Tensor, group: Mapping[str, Any], keys: list[str]
-    ) -> Slot:
-        state = self._state_of(p, group, keys)
+        self, p: Tensor, work: Tensor, g: Tensor, group: Mapping[str, Any],
+        state: dict[str, Any], keys: list[str],
+    ) -> Slot:  # fmt: skip
         moments = tuple(state[key] for key in keys)
         eight = bool(keys) and moments[0].dtype == torch.uint8
         absmax = tuple(state[f"{key}_absmax"] for key in keys) if eight else ()
@@ -343,10 +406,7 @@ class LowBitOptimizer(Optimizer):
 
     def _batches(self, part: Any, group: Mapping[str, Any], found: Found) -> list[Batch]:
         """One batch per device and engine for the parameters of a part of a group."""
-        lr = group["lr"]
-        if isinstance(lr, Tensor) and lr.device.type == "cpu":
-            lr = float(lr)
-        hyper = {"lr": lr, "max_unorm": group["max_unorm"], **self._hyper(group)}
+        hyper = {"lr": group["lr"], "max_unorm": group["max_unorm"], **self._hyper(group)}
         return [
             Batch(
                 rule=self._rule(group), slots=slots, hyper=hyper, maximize=group["maximize"],

@@ -65,6 +65,7 @@ class SGD(LowBitOptimizer):
     """
 
     family = "SGD"
+    step_required = False
 
     def __init__(
         self,

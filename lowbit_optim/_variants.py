@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 from typing import Any, TypeVar
 
+from . import _checks
 from ._optimizer import LowBitOptimizer
 
 T = TypeVar("T", bound=type[LowBitOptimizer])
@@ -44,7 +45,7 @@ def fixed_bits(base: T, bits: int, keep_argument: bool = False) -> T:
                 f"optim_bits must be {bits} for {name}, got {asked!r}; use {base.__name__}, "
                 "or a parameter group's optim_bits"
             )
-        replaced = getattr(given.get("args"), "optim_bits", bits)
+        replaced = _checks.from_args(given.get("args"), "optim_bits", bits)
         if replaced != bits:
             raise ValueError(f"args.optim_bits must be {bits} for {name}, got {replaced!r}")
         super(made, self).__init__(**given, optim_bits=bits)

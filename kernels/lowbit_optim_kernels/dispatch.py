@@ -196,24 +196,40 @@ def load_engine(name: str) -> Any:
 
 
 def step(
-    batches: Sequence[Batch], all_reduce: Callable[[list[Tensor]], None] | None = None
+    batches: Sequence[Batch],
+    all_reduce: Callable[[list[Tensor]], None] | None = None,
+    ready: Callable[[], None] | None = None,
 ) -> None:
     """Step batches; every batch's slots share a device and an engine.
+
+    An exception, Ctrl-C among them, that comes before a batch's parameters are written leaves the
+    batch's parameters, moments and step counts as they were.
 
     Args:
         batches: what to step; `plan.Batch` says what is read and written.
         all_reduce: given the sums of one phase of all batches, adds up the shards of other ranks
             in place; None when every tensor is whole.
+        ready: called when the engines have all that they need, before anything is written.
     """
     runs: list[Run] = [load_engine(engine_for(b.slots[0].p).name).start(b) for b in batches]
-    for run in runs:
-        run.begin()
-    for phase in range(max((run.phases for run in runs), default=0)):
-        active = [run for run in runs if phase < run.phases]
-        sums = [run.reduce(phase) for run in active]
-        if all_reduce is not None:
-            all_reduce(sums)
-        for run, total in zip(active, sums, strict=True):
-            run.combine(phase, total)
-    for run in runs:
-        run.finish()
+    if ready is not None:
+        ready()
+    counted: list[Run] = []
+    try:
+        for run in runs:
+            run.begin()
+            counted.append(run)
+        for phase in range(max((run.phases for run in runs), default=0)):
+            active = [run for run in runs if phase < run.phases]
+            sums = [run.reduce(phase) for run in active]
+            if all_reduce is not None:
+                all_reduce(sums)
+            for run, total in zip(active, sums, strict=True):
+                run.combine(phase, total)
+        for run in runs:
+            counted.remove(run)  # from here on its parameters may have been written
+            run.finish()
+    except BaseException:
+        for run in counted:
+            run.cancel()
+        raise

@@ -11,6 +11,7 @@ import inspect
 from dataclasses import dataclass
 from functools import cache
 from types import ModuleType
+from typing import Any
 
 import llvmlite
 import numba
@@ -67,7 +68,7 @@ def _shared() -> ModuleType:
 class _Bucket:
     """Slots of a batch that one compiled function takes, and how they are cut up."""
 
-    module: ModuleType
+    passes: dict[str, Any]  # compiled functions by name
     chunks: np.ndarray  # int64 (chunks, 3): tensor, first block, blocks
     elements: int
 
@@ -109,15 +110,24 @@ def _geometry(slot: Slot) -> tuple[int, int, int, int]:
     return slot.rows, slot.row, -(-slot.row // BLOCK), slot.numel
 
 
+def _compiled(module: ModuleType, names: list[str]) -> dict[str, Any]:
+    """Passes of a module, compiled before a step begins: a step that has begun can be finished."""
+    return {name: numba_threads.compiled_share(module, f"{name}_share") for name in names}
+
+
 def _make_plan(batch: Batch, key: tuple) -> _Plan:
     slots, rule = batch.slots, batch.rule
     members: dict[tuple, list[int]] = {}
     for t, slot in enumerate(slots):
         kinds = (KIND[slot.p.dtype], KIND[slot.g.dtype], slot.bits if rule.moments else 32)
         members.setdefault(kinds, []).append(t)
+    names = [f"reduce_{k}" for k in range(len(rule.phases))]
+    names += ["update", *(["reduce_clip"] if clips(batch) else [])]
     buckets = [
         _Bucket(
-            _elements(rule, *kinds), _chunks(slots, group), sum(slots[t].p.numel() for t in group)
+            _compiled(_elements(rule, *kinds), names),
+            _chunks(slots, group),
+            sum(slots[t].p.numel() for t in group),
         )
         for kinds, group in members.items()
     ]
@@ -201,13 +211,16 @@ class NumbaRun:
         for bucket in self.plan.buckets:
             self._pass(bucket, "update")
 
+    def cancel(self) -> None:
+        if self.live:
+            torch._foreach_sub_([slot.step for slot in self.batch.slots], 1)
+
     def _pass(self, bucket: _Bucket, name: str, partial: np.ndarray | None = None) -> None:
-        share = numba_threads.compiled_share(bucket.module, f"{name}_share")
         work = [len(self.batch.slots), len(self.hyper), *self.plan.tables(bucket, self.hyper)]
         if partial is not None:
             work.append(partial.ctypes.data)
         threads = self.threads if bucket.elements > ALONE else 1
-        numba_threads.run(share, len(bucket.chunks), threads, work)
+        numba_threads.run(bucket.passes[name], len(bucket.chunks), threads, work)
 
 
 def start(batch: Batch) -> NumbaRun:

@@ -127,16 +127,27 @@ class TorchRun:
         self.device = batch.slots[0].p.device
         on_mps = self.device.type == "mps"  # which has no fp64
         self.scalar_dtype = torch.float32 if on_mps else torch.float64
-        self.values: dict[str, Any] = dict(batch.hyper)
+        self.values: dict[str, Any] = {
+            name: value.to(self.device, self.scalar_dtype) if isinstance(value, Tensor) else value
+            for name, value in batch.hyper.items()
+        }
+        self.live = None if batch.found_inf is None else batch.found_inf.to(self.device) == 0
+
+    def _count(self, steps: int) -> None:
+        counts = [slot.step for slot in self.batch.slots]
+        if self.live is None:
+            torch._foreach_add_(counts, steps)
+        else:
+            live = (steps * self.live).to(counts[0].dtype).reshape(())
+            torch._foreach_add_(counts, [live] * len(counts))
+
+    def cancel(self) -> None:
+        self._count(-1)
 
     def begin(self) -> None:
         batch, slots = self.batch, self.batch.slots
         steps = [slot.step for slot in slots]
-        self.live = None if batch.found_inf is None else batch.found_inf.to(self.device) == 0
-        if self.live is None:
-            torch._foreach_add_(steps, 1.0)
-        else:
-            torch._foreach_add_(steps, [self.live.to(torch.float32).reshape(())] * len(steps))
+        self._count(1)
         sign = -1.0 if batch.maximize else 1.0
         scale = torch.full((len(slots),), sign, dtype=self.scalar_dtype, device=self.device)
         if batch.grad_scale is not None:

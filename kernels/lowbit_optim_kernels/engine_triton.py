@@ -134,17 +134,19 @@ def clip(address, scalars, floats, sums, percentile, STRIDE: tl.constexpr,
     """
     t = tl.program_id(0)
     square = tl.load(sums + t).to(tl.float32)
+    at = scalars + t * WIDTH
+    unclipped = tl.load(at)  # here, before the sums below make the warps wait for each other
     live = tl.load(scalars + t * WIDTH + 1) != 0.0
     good = tl.where(live & (square < float("inf")), 1, 0)  # 0 for NaN too
     history = tl.load(address + t * STRIDE + STRIDE - 1).to(tl.pointer_type(tl.float32))
-    step = tl.load(tl.load(address + t * STRIDE + 2).to(tl.pointer_type(tl.float32)))
+    step = tl.load(tl.load(address + t * STRIDE + 2).to(tl.pointer_type(tl.int64)))
     lane = tl.arange(0, 128)
     used = lane < 100
     seen = tl.load(history + lane, mask=used, other=float("inf"))
     # A fresh history is filled throughout. (Its first slot is read out of `seen`: another warp may
     # have stored there by the time that this one would load it.)
     one_slot = tl.where(tl.sum(tl.where(lane == 0, seen, 0.0), 0) < 0.0, 0, 1)
-    here = used & ((lane - step.to(tl.int32) % 100) * one_slot == 0) & (lane * 0 + good == 1)
+    here = used & ((lane - (step % 100).to(tl.int32)) * one_slot == 0) & (lane * 0 + good == 1)
     seen = tl.where(here, square, seen)
     tl.store(history + lane, seen, mask=here)
     before = (seen[None, :] < seen[:, None]) | (
@@ -154,8 +156,7 @@ def clip(address, scalars, floats, sums, percentile, STRIDE: tl.constexpr,
     limit = tl.sqrt(tl.sum(tl.where(rank == tl.load(percentile), seen, 0.0), 0))
     norm = tl.sqrt(square)
     scale = tl.where((good == 1) & (norm > limit), limit / tl.where(norm > 0.0, norm, 1.0), 1.0)
-    at = scalars + t * WIDTH
-    gscale = tl.load(at) * scale
+    gscale = unclipped * scale
     tl.store(at, gscale)
     tl.store(floats + t * FLOATS, gscale)
 
@@ -244,7 +245,19 @@ class TritonRun:
             )  # fmt: skip
 
     def finish(self) -> None:
-        self._pass("update", GUARDED=self.batch.found_inf is not None)
+        try:
+            self._pass("update", GUARDED=self.batch.found_inf is not None)
+        except BaseException:  # while it was compiled: nothing has been launched
+            self.cancel()
+            raise
+
+    def cancel(self) -> None:
+        counts = [slot.step for slot in self.batch.slots]
+        if self.batch.found_inf is None:
+            torch._foreach_sub_(counts, 1)
+            return
+        live = (self.batch.found_inf.to(self.device) == 0).to(counts[0].dtype).reshape(())
+        torch._foreach_sub_(counts, [live] * len(counts))
 
 
 def start(batch: Batch) -> TritonRun:

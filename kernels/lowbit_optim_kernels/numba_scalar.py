@@ -6,7 +6,7 @@ import math
 
 from numba import njit
 
-from .numba_memory import read_f32, write_f32
+from .numba_memory import read_i64, take
 
 __all__ = [
     "abs", "count_step", "exp", "log", "maximum", "minimum", "njit", "power", "read_step", "sign",
@@ -63,10 +63,10 @@ def power(x, y):
 
 @_inner
 def read_step(address):
-    return float(read_f32(address))
+    return float(read_i64(address))
 
 
 @_inner
 def count_step(address, live):
     if live:
-        write_f32(address, read_f32(address) + 1)
+        take(address)

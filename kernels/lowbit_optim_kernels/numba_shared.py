@@ -80,7 +80,7 @@ def clip(address, scalars, sums, percentile, live):
         if not (live and math.isfinite(square)):
             continue
         at = address[t, last]
-        slot = int(read_f32(address[t, {STEP}])) % 100
+        slot = read_i64(address[t, {STEP}]) % 100
         fresh = read_f32(at) < 0.0
         for k in range(100):
             if fresh or k == slot:

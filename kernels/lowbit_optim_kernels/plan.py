@@ -6,11 +6,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Protocol
 
+import torch
 from torch import Tensor
 
 from .rules import Rule
 
 GNORM_HISTORY = 100  # steps of squared gradient norms that percentile clipping looks back on
+STEP_DTYPE = torch.int64  # fp32 would stop counting at 2**24
 
 
 @dataclass
@@ -23,7 +25,7 @@ class Slot:
         moments: one tensor of p's shape per moment of the rule: fp32 (fp64 for fp64 parameters),
             or uint8 codes when `absmax` is given; written.
         absmax: fp32 scales per moment in the layout of `rows` x `row`, or () for 32-bit state.
-        step: 0-d fp32, the number of steps taken so far; written.
+        step: 0-d int64, the number of steps taken so far; written.
         rows, row: blocks restart every `row` elements; rows * row == p.numel().
         numel: element count of the global tensor.
         gnorm_vec: fp32 of shape (100,), squared gradient norms, when percentile clipping is on.
@@ -86,6 +88,8 @@ class Batch:
 class Run(Protocol):
     """One step of one batch on one engine, in the order `begin`, (`reduce`, `combine`)*, `finish`.
 
+    Before `begin` nothing is written. An engine that compiles does so before, as far as it can.
+
     The sums are handed out between `reduce` and `combine` so that a caller who holds only a shard
     of each tensor can add up the shards of all of them in one all-reduce.
     """
@@ -103,6 +107,9 @@ class Run(Protocol):
 
     def finish(self) -> None:
         """Write parameters and moments."""
+
+    def cancel(self) -> None:
+        """Take the count of `begin` back: the step will not be finished."""
 
 
 def clips(batch: Batch) -> bool:

@@ -191,8 +191,8 @@ class _Writer:
             f"floats_row = floats + t * {self.float_width}",
         ]
         if begin or "step" in reads(fn):
-            lines.append(f"step_at = {step}.to(tl.pointer_type(tl.float32))")
-            lines.append("step = tl.load(step_at, mask=mask, other=1.0).to(tl.float64)")
+            lines.append(f"step_at = {step}.to(tl.pointer_type(tl.int64))")
+            lines.append("step = tl.load(step_at, mask=mask, other=1).to(tl.float64)")
         if begin:
             lines += self._begin()
         for read in reads(fn):
@@ -237,7 +237,7 @@ class _Writer:
             "if UNSCALE:",
             "    gscale = gscale / tl.load(grad_scale).to(tl.float64)",
             "step = step + live",
-            "tl.store(step_at, step.to(tl.float32), mask=mask)",
+            "tl.store(step_at, step.to(tl.int64), mask=mask)",
             f"tl.store(row + {GSCALE}, gscale, mask=mask)",
             f"tl.store(row + {LIVE}, live, mask=mask)",
             f"tl.store(floats_row + {GSCALE}, gscale, mask=mask)",

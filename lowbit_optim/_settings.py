@@ -1,0 +1,90 @@
+"""Settings of parameter groups as numbers: NumPy scalars and tensors are welcome, stored as given.
+
+A group holds what its user put there, so that a scheduler or a user who keeps a tensor in hand goes
+on seeing it. A step, the checks and the rules see `resolved` settings: Python's numbers, but for
+tensors on an accelerator, which are not read back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+from torch import Tensor
+
+from . import _checks
+
+Validate = Callable[[Mapping[str, Any]], None]
+
+
+def without_numpy(value: Any) -> Any:
+    """A tree without NumPy's numbers, which `torch.load(weights_only=True)` does not read."""
+    if isinstance(value, np.generic) or (isinstance(value, np.ndarray) and value.ndim == 0):
+        return value.item()
+    if isinstance(value, dict):
+        return {key: without_numpy(item) for key, item in value.items()}
+    if type(value) in (list, tuple):
+        return type(value)(map(without_numpy, value))
+    return value
+
+
+def _number(value: Any) -> Any:
+    """A setting's value without NumPy's numbers and without tensors that can be read at once."""
+    if isinstance(value, Tensor):
+        at_hand = value.device.type == "cpu" and value.numel() == 1
+        return value.item() if at_hand else value
+    if type(value) in (list, tuple):
+        return tuple(map(_number, value))
+    return without_numpy(value)
+
+
+def resolved(group: Mapping[str, Any]) -> dict[str, Any]:
+    """A group's settings as numbers; `params` are left as they are."""
+    return {
+        key: value if key == "params" or type(value) in _PLAIN else _number(value)
+        for key, value in group.items()
+    }
+
+
+_PLAIN = (float, int, bool, str, type(None))
+
+
+def _may_change(value: Any) -> bool:
+    """Whether a value can become another one while it stays the same object."""
+    if isinstance(value, tuple):
+        return any(map(_may_change, value))
+    return isinstance(value, (Tensor, list, dict, np.ndarray))
+
+
+class Settings:
+    """The resolved and checked settings of each group, kept while nothing in the group is new."""
+
+    def __init__(self) -> None:
+        self._given: dict[int, dict[str, Any]] = {}
+        self._resolved: dict[int, dict[str, Any]] = {}
+
+    def of(self, index: int, group: Mapping[str, Any], validate: Validate) -> Mapping[str, Any]:
+        """The settings of the group at this index.
+
+        Raises:
+            ValueError, TypeError: as `validate` does, for settings that a step cannot run with.
+        """
+        given = self._given.get(index)
+        if given is not None and given.keys() == group.keys():
+            new = [key for key, value in group.items() if value is not given[key]]
+            if not new:
+                return self._resolved[index]
+            if new == ["lr"] and type(group["lr"]) is float:  # as schedulers do in every step
+                known = {**self._resolved[index], "lr": group["lr"]}
+                _checks.learning_rate(known["lr"])
+                self._given[index]["lr"] = known["lr"]
+                self._resolved[index] = known
+                return known
+        known = resolved(group)
+        validate(known)
+        self._given.pop(index, None)
+        values = (value for key, value in group.items() if key != "params")
+        if not any(map(_may_change, values)):
+            self._given[index], self._resolved[index] = dict(group), known
+        return known
