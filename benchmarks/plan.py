@@ -34,7 +34,7 @@ def _batch(tensors: int) -> Batch:
     optimizer = lowbit_optim.AdamW8bit(params, min_8bit_size=1)
     seen: list[Batch] = []
     original = dispatch.step
-    dispatch.step = lambda batches, *rest: seen.extend(batches)
+    dispatch.step = lambda batches, **rest: seen.extend(batches)
     try:
         with lowbit_optim.use_engine("triton"):
             optimizer.step()

@@ -7,10 +7,10 @@ addresses. So what the last step found is used again if a few flat comparisons s
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
-from operator import is_
+from operator import eq, is_
 from typing import Any
 
 import torch
@@ -25,14 +25,14 @@ def _same_objects(a: Iterable[Any], b: Sequence[Any]) -> bool:
     return len(a) == len(b) and all(map(is_, a, b))
 
 
-def _kinds(gradients: Iterable[Tensor]) -> list[tuple]:
-    """All that decides how a gradient is read; a sparse one is asked for nothing but its layout."""
-    return [
-        (g.dtype, g.device, g.shape, g.is_contiguous(), g.is_neg())
-        if g.layout is torch.strided
-        else (g.layout,)
-        for g in gradients
-    ]
+def _columns(gradients: Sequence[Tensor]) -> Iterator[list]:
+    """All that decides how gradients are read; layouts first, as a sparse one has no strides."""
+    yield [g.layout for g in gradients]
+    yield [g.dtype for g in gradients]
+    yield [g.device for g in gradients]
+    yield [g.shape for g in gradients]
+    yield [g.is_contiguous() for g in gradients]
+    yield [g.is_neg() for g in gradients]
 
 
 def _addresses(tensors: Iterable[Tensor]) -> list[int]:
@@ -77,7 +77,7 @@ class Found:
         self._values = [value for one in self._states for value in one.values()]
         self._tensors = [*self.params, *(x for x in self._values if isinstance(x, Tensor))]
         self._addresses = _addresses(self._tensors)
-        self._kinds = _kinds(self.gradients)
+        self._columns = list(_columns(self.gradients))
         self.gradients = []
         return True
 
@@ -86,7 +86,8 @@ class Found:
         return (
             now.form == self.form
             and _same_objects(now.params, self.params)
-            and _kinds(now.gradients) == self._kinds
+            and all(map(eq, _columns(now.gradients), self._columns))
+            and all(map(Tensor.is_contiguous, now.params))  # `p.data.t()` has p's address
             and _same_objects(map(state.get, now.params), self._states)
             and _same_objects(chain.from_iterable(map(dict.values, self._states)), self._values)
             and _addresses(self._tensors) == self._addresses

@@ -55,6 +55,13 @@ class LowBitOptimizer(Optimizer):
     A subclass gives its defaults, `_validate`, `_rule` and `_hyper`. Groups are read afresh in
     every step, state is created at a parameter's first step, and all parameters of a group are
     stepped together by the engine that `lowbit_optim.engine_for` names.
+
+    A step that raises has changed nothing, if it raises before the first parameter is written: for
+    bad settings, parameters or gradients, when memory for state runs out, while code is compiled,
+    and at Ctrl-C up to there. Later only a copy of all parameters could undo it: at Ctrl-C or with
+    no memory left between two groups, two tensors of the torch engine, `Cain` or `LearnedGradient`,
+    or a tensor that is not contiguous and its copy. On a GPU the last kernel of a group is compiled
+    when the groups before it have been launched.
     """
 
     family: ClassVar[str]

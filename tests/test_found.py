@@ -22,9 +22,9 @@ def again(monkeypatch):
     seen = []
     step = dispatch.step
 
-    def spy(batches, *rest):
+    def spy(batches, **rest):
         seen.append([batch.again for batch in batches])
-        return step(batches, *rest)
+        return step(batches, **rest)
 
     monkeypatch.setattr(dispatch, "step", spy)
     return seen
@@ -43,6 +43,18 @@ def swap_for_half(optimizer):
 def transpose(optimizer):
     p = all_parameters(optimizer)[0]
     p.data = p.data.t().contiguous().t()
+
+
+def view_transposed(optimizer):
+    """The same memory and, as it is square, the same shape."""
+    p = all_parameters(optimizer)[2]
+    p.data = p.data.t()
+
+
+def set_its_neg_bit(optimizer):
+    p = all_parameters(optimizer)[2]
+    p.data = torch.complex(p.data, -p.data).conj().imag
+    assert p.is_neg()
 
 
 def replace_a_state_tensor(optimizer):
@@ -114,9 +126,9 @@ def reorder(optimizer):
 
 
 CHANGES = [
-    swap_data, swap_for_half, transpose, replace_a_state_tensor, move_a_state_tensor,
-    replace_a_state, drop_a_state, drop_all_states, drop_a_moment, load_its_own, store_in_32_bits,
-    store_more_in_8_bits, switch_amsgrad_on, clip, turn_round, change_numbers, drop_a_parameter,
+    swap_data, swap_for_half, transpose, view_transposed, set_its_neg_bit, replace_a_state_tensor,
+    move_a_state_tensor, replace_a_state, drop_a_state, drop_all_states, drop_a_moment,
+    load_its_own, store_in_32_bits, store_more_in_8_bits, switch_amsgrad_on, clip, turn_round, change_numbers, drop_a_parameter,
     add_a_group, reorder,
 ]  # fmt: skip
 
@@ -135,6 +147,24 @@ def test_a_change_is_seen(change, engine):
                     optimizer._found.clear()
                 train(optimizer, 1, first=t)
     assert identical(snapshot(steady), snapshot(thorough))
+
+
+@pytest.mark.parametrize("engine", ["numba", "torch"])
+@pytest.mark.parametrize("change", [transpose, view_transposed, set_its_neg_bit])
+def test_a_parameter_is_updated_as_it_is_read(change, engine):
+    """In whatever order and sign its memory holds the numbers."""
+    with lowbit_optim.use_engine(engine):
+        changed, plain = build(), build()
+        train(changed, 1)
+        train(plain, 1)
+        before = [p.detach().clone() for p in all_parameters(changed)]
+        change(changed)
+        for p, q, value in zip(all_parameters(changed), all_parameters(plain), before, strict=True):
+            turned = not torch.equal(p, value)
+            q.data = p.detach().clone(memory_format=torch.contiguous_format) if turned else q.data
+        train(changed, 1, first=1)
+        train(plain, 1, first=1)
+    assert identical(snapshot(changed)["params"], snapshot(plain)["params"])
 
 
 def test_nothing_new_is_found_again(again):
@@ -211,7 +241,7 @@ def test_a_step_that_fails_is_not_used_again(monkeypatch, again):
     train(optimizer, 2)
     with monkeypatch.context() as patch:
 
-        def fail(batches):
+        def fail(batches, **_):
             raise RuntimeError("out of memory")
 
         patch.setattr(dispatch, "step", fail)

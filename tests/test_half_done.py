@@ -1,0 +1,174 @@
+"""A step that does not come to its end leaves parameters, moments and counts as they were.
+
+Where it cannot, the class docstring of `LowBitOptimizer` says so.
+"""
+
+import pytest
+import torch
+
+import lowbit_optim
+from lowbit_optim_kernels import dispatch
+from protocol import (
+    BITS,
+    CLASSES,
+    all_parameters,
+    build,
+    give_gradients,
+    identical,
+    parameters,
+    python,
+    snapshot,
+    train,
+)
+
+
+def continues_like(optimizer, twin):
+    """Whether an optimizer whose step was broken off trains as one that never saw it."""
+    train(optimizer, 2, first=5)
+    train(twin, 2, first=5)
+    return identical(snapshot(optimizer), snapshot(twin))
+
+
+@CLASSES
+@BITS
+@pytest.mark.parametrize("call", [0, 1, 3, 5])
+def test_memory_that_runs_out_while_state_is_made(case, bits, call, monkeypatch):
+    optimizer, twin = (build(case, bits, parameters(), percentile_clipping=5) for _ in range(2))
+    give_gradients(all_parameters(optimizer), 0)
+    full, calls = torch.full, []
+
+    def failing(*args, **options):
+        calls.append(1)
+        if len(calls) == call + 1:
+            raise MemoryError
+        return full(*args, **options)
+
+    before = snapshot(optimizer)
+    with monkeypatch.context() as patch:
+        patch.setattr(torch, "full", failing)
+        with pytest.raises(MemoryError):
+            optimizer.step()
+    assert identical(snapshot(optimizer), before)
+    assert continues_like(optimizer, twin)
+
+
+@CLASSES
+@pytest.mark.parametrize("steps", [0, 1])
+def test_a_parameter_whose_elements_share_memory(case, steps):
+    """It is refused before those in front of it have moved."""
+    params = parameters(shapes=[(12, 70), (5, 300)])
+    optimizer = train(build(case, 8, params), steps)
+    give_gradients(params, 5)
+    params[1].data = torch.ones(1, 300).expand(5, 300)
+    before = snapshot(optimizer)
+    with pytest.raises(RuntimeError, match=r"shape \(5, 300\) .* share memory"):
+        optimizer.step()
+    assert identical(snapshot(optimizer), before)
+
+
+def compiled(name):
+    if name == "triton":
+        pytest.importorskip("triton")
+    return dispatch.load_engine(name)
+
+
+RUNS = {"torch": "TorchRun", "numba": "NumbaRun", "triton": "TritonRun"}
+
+
+@pytest.mark.parametrize("method", ["begin", "reduce", "combine"])
+@pytest.mark.parametrize("batch", [0, 1])
+def test_an_interrupt_before_anything_is_written(engine, device, method, batch, monkeypatch):
+    """In the first or the second of two groups."""
+
+    def groups():
+        made = [parameters(), parameters(seed=7)]
+        return [{"params": [p.detach().to(device).requires_grad_() for p in one]} for one in made]
+
+    options = {"lr": 0.1, "momentum": 0.9, "percentile_clipping": 5, "min_8bit_size": 1}
+    optimizer, twin = (lowbit_optim.LARS8bit(groups(), **options) for _ in range(2))
+    train(optimizer, 1)
+    train(twin, 1)
+    run = getattr(compiled(engine), RUNS[engine])
+    do, calls = getattr(run, method), []
+
+    def interrupted(self, *args):
+        calls.append(1)
+        if len(calls) == batch + 1:
+            raise KeyboardInterrupt
+        return do(self, *args)
+
+    give_gradients(all_parameters(optimizer), 1)
+    before = snapshot(optimizer)
+    with monkeypatch.context() as patch:
+        patch.setattr(run, method, interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            optimizer.step()
+    after = snapshot(optimizer)
+    for state in (*before["state"].values(), *after["state"].values()):
+        state.pop("gnorm_vec")  # the next step writes the same place again
+    assert identical(after, before)
+    train(optimizer, 1, first=1)
+    train(twin, 1, first=1)
+    assert continues_like(optimizer, twin)
+
+
+@pytest.mark.parametrize("after", [0.2, 1.0, 2.5])
+def test_an_interrupt_while_the_first_step_compiles(after, tmp_path):
+    """A real signal, at some moment of compiling; the folder of compiled code is empty."""
+    script = f"""
+import signal, threading
+import torch, lowbit_optim
+import llvmlite.binding  # imported already: an import that is broken off is another matter
+import numba
+from lowbit_optim_kernels import engine_numba
+p = torch.nn.Parameter(torch.ones(5000))
+p.grad = torch.ones(5000)
+optimizer = lowbit_optim.LAMB8bit([p], lr=0.1, percentile_clipping=5)
+
+def interrupt(*_):
+    raise KeyboardInterrupt
+
+signal.signal(signal.SIGALRM, interrupt)
+signal.setitimer(signal.ITIMER_REAL, {after})
+try:
+    optimizer.step()
+    print("too late")
+except KeyboardInterrupt:
+    signal.setitimer(signal.ITIMER_REAL, 0)
+    counts = [int(state["step"]) for state in optimizer.state.values()]
+    assert sum(counts) == 0, counts
+    assert torch.equal(p.detach(), torch.ones(5000))
+    optimizer.step()
+    assert int(optimizer.state[p]["step"]) == 1
+    assert bool((p < 1).all())
+    print("mended")
+"""
+    outcome = python(script, LOWBIT_OPTIM_CACHE_DIR=str(tmp_path))
+    assert outcome == "mended" or (after > 2 and outcome == "too late")
+
+
+# What a step counts.
+
+
+@CLASSES
+@BITS
+def test_steps_are_counted_beyond_what_fp32_can(case, bits, engine, device):
+    if engine == "triton" and not case.fused:
+        pytest.skip("torch operators step it, the engine only codes moments")
+    params = [p.detach().to(device).requires_grad_() for p in parameters()]
+    optimizer = train(build(case, bits, params, percentile_clipping=5), 1)
+    for state in optimizer.state.values():
+        state["step"].fill_(2**24 - 2)
+    for count in (2**24 - 1, 2**24, 2**24 + 1, 2**24 + 2):
+        train(optimizer, 1, first=count)
+        saved = optimizer.state_dict()["state"]
+        for index, p in enumerate(params):
+            assert int(optimizer.state[p]["step"]) == int(saved[index]["step"]) == count
+            dtype = torch.float32 if count <= 2**24 else torch.float64
+            assert saved[index]["step"].dtype == dtype
+            norms = optimizer.state[p]["gnorm_vec"]
+            assert norms[count % 100] == p.grad.float().square().sum()
+    again = build(case, bits, params, percentile_clipping=5)
+    again.load_state_dict(optimizer.state_dict())
+    train(again, 1)
+    assert {int(state["step"]) for state in again.state.values()} == {2**24 + 3}

@@ -1,0 +1,232 @@
+"""Settings between steps: what a step runs with, a checkpoint carries and a load accepts.
+
+What is refused is refused in `step`, before anything has changed, as in `load_state_dict`.
+"""
+
+import copy
+import io
+import warnings
+
+import numpy as np
+import pytest
+import torch
+from torch.optim import lr_scheduler
+
+import lowbit_optim
+from protocol import (
+    CLASSES,
+    all_parameters,
+    build,
+    give_gradients,
+    identical,
+    parameters,
+    snapshot,
+    train,
+)
+from test_errors import BAD_IN_GROUPS, REFUSALS
+
+ADAMW = lowbit_optim.AdamW8bit
+
+
+def through_a_file(saved):
+    file = io.BytesIO()
+    torch.save(saved, file)
+    file.seek(0)
+    return torch.load(file, weights_only=True)
+
+
+def resumes(optimizer, fresh):
+    """Whether a fresh optimizer continues from a file as the one that was saved."""
+    fresh.load_state_dict(through_a_file(optimizer.state_dict()))
+    for p, q in zip(all_parameters(fresh), all_parameters(optimizer), strict=True):
+        p.data.copy_(q.data)
+    train(optimizer, 2, first=50)
+    train(fresh, 2, first=50)
+    return identical(snapshot(optimizer)["params"], snapshot(fresh)["params"])
+
+
+SCHEDULES = {
+    "one cycle": lambda o: lr_scheduler.OneCycleLR(
+        o, max_lr=0.1, total_steps=97, anneal_strategy="linear", cycle_momentum=False
+    ),
+    "linear": lambda o: lr_scheduler.LinearLR(o, start_factor=0.3, end_factor=0.0, total_iters=97),
+    "past zero": lambda o: lr_scheduler.LambdaLR(o, lambda t: 1 - t / 90),
+    "numpy": lambda o: lr_scheduler.LambdaLR(o, lambda t: np.float32(1) / (1 + t)),
+    "numpy integers": lambda o: lr_scheduler.LambdaLR(o, lambda t: np.int64(t % 2)),
+}
+
+
+@CLASSES
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_what_a_scheduler_sets_can_be_saved_and_loaded(case, schedule):
+    """Linear schedules end a rounding below zero, where torch's optimizers go on."""
+    optimizer = build(case, 8, parameters(shapes=[(300,)]))
+    scheduler = SCHEDULES[schedule](optimizer)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch warns of schedulers that run before the optimizer
+        for _ in range(96):
+            scheduler.step()
+    train(optimizer, 2)
+    assert resumes(optimizer, build(case, 8, parameters(shapes=[(300,)], seed=3)))
+
+
+@CLASSES
+@pytest.mark.parametrize("kind", [np.float32, np.float64, torch.tensor, np.array])
+def test_numpy_and_tensors_are_as_numbers(case, kind, engine):
+    """In the constructor, in a group, and set between two steps; here numbers that fp32 holds."""
+    if not case.fused and engine == "triton":
+        pytest.skip("torch operators step it, the engine only codes moments")
+    numbers = {"lr": 0.03125, "weight_decay": 0.0625, "eps": 2.0**-20, "betas": (0.5, 0.75)}
+    taken = build(case, 8, parameters()).param_groups[0]
+    numbers = {key: x for key, x in numbers.items() if key in taken}
+
+    def given(x):
+        return tuple(map(kind, x)) if isinstance(x, tuple) else kind(x)
+
+    options = {key: given(x) for key, x in numbers.items()}
+    cls = getattr(lowbit_optim, f"{case.name}8bit")
+    plain = cls(parameters(), min_8bit_size=1, **numbers)
+    made = [
+        cls(parameters(), min_8bit_size=1, **options),
+        cls([{"params": parameters(), **options}], lr=0.1, min_8bit_size=1),
+        cls(parameters(), lr=0.1, min_8bit_size=1),
+    ]
+    made[2].param_groups[0].update(options)
+    train(plain, 3)
+    for optimizer in made:
+        train(optimizer, 3)
+        assert identical(snapshot(optimizer)["params"], snapshot(plain)["params"])
+    assert resumes(made[2], cls(parameters(seed=4), lr=0.1, min_8bit_size=1))
+
+
+def test_tensors_are_followed_when_they_change_in_place():
+    lr, beta = torch.tensor(0.125), torch.tensor(0.5)
+    followed = ADAMW(parameters(), lr=lr, betas=(beta, 0.75), min_8bit_size=1)
+    told = ADAMW(parameters(), lr=0.125, betas=(0.5, 0.75), min_8bit_size=1)
+    for optimizer in (followed, told):
+        train(optimizer, 2)
+    lr.fill_(0.25)
+    beta.fill_(0.875)
+    told.param_groups[0].update(lr=0.25, betas=(0.875, 0.75))
+    for optimizer in (followed, told):
+        train(optimizer, 2, first=2)
+    assert identical(snapshot(followed)["params"], snapshot(told)["params"])
+    assert followed.param_groups[0]["lr"] is lr
+
+
+def test_a_list_is_followed_when_it_changes_in_place():
+    betas = [0.5, 0.75]
+    followed, told = (ADAMW(parameters(), betas=b, min_8bit_size=1) for b in (betas, (0.5, 0.75)))
+    train(followed, 2)
+    train(told, 2)
+    betas[0] = 0.875
+    told.param_groups[0]["betas"] = (0.875, 0.75)
+    train(followed, 2)
+    train(told, 2)
+    assert identical(snapshot(followed)["params"], snapshot(told)["params"])
+
+
+def refused_by_a_step(optimizer, name):
+    """Whether a step refuses its settings by name; nothing has changed then."""
+    give_gradients(all_parameters(optimizer), 9)
+    before = snapshot(optimizer)
+    message = None
+    try:
+        optimizer.step()
+    except REFUSALS as error:
+        message = str(error)
+    if message is None:
+        return False
+    after = snapshot(optimizer)
+    return name in message and all(identical(after[k], before[k]) for k in ("params", "state"))
+
+
+@pytest.mark.parametrize(("case", "name", "value"), BAD_IN_GROUPS)
+def test_a_step_refuses_what_a_load_refuses(case, name, value):
+    """Where a step takes it, for a schedule may come to it, a load takes it as well."""
+    optimizer = train(build(case, 8, parameters(shapes=[(300,)])), 1)
+    saved = copy.deepcopy(optimizer.state_dict())
+    optimizer.param_groups[0][name] = value
+    saved["param_groups"][0][name] = value
+    storage = name in ("optim_bits", "min_8bit_size")  # of the optimizer at hand, not of the file
+    loaded = build(case, 8, parameters(shapes=[(300,)]))
+    if refused_by_a_step(optimizer, name):
+        if not storage:
+            with pytest.raises(ValueError, match=name):
+                loaded.load_state_dict(saved)
+    else:
+        assert name == "lr", "only a rate may be what a constructor refuses"
+        loaded.load_state_dict(saved)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), torch.tensor(float("nan"))])
+def test_a_rate_that_is_not_finite_is_refused_in_every_step(value):
+    optimizer = train(ADAMW([{"params": parameters()}, {"params": parameters(seed=2)}]), 2)
+    optimizer.param_groups[1]["lr"] = value
+    assert refused_by_a_step(optimizer, "lr")
+    assert refused_by_a_step(optimizer, "lr")
+    optimizer.param_groups[1]["lr"] = 0.1
+    train(optimizer, 1)
+
+
+@pytest.mark.parametrize("kind", [dict, lambda **given: type("Args", (), given)()])
+def test_args_may_be_an_object_or_a_dict(kind):
+    optimizer = lowbit_optim.AdamW(parameters(), args=kind(optim_bits=8, max_unorm=0.5))
+    assert optimizer.param_groups[0]["optim_bits"] == 8
+    assert optimizer.param_groups[0]["max_unorm"] == 0.5
+    with pytest.raises(ValueError, match=r"args\.optim_bits must be 32"):
+        lowbit_optim.AdamW32bit(parameters(), args=kind(optim_bits=8))
+
+
+@pytest.fixture
+def manager():
+    manager = lowbit_optim.GlobalOptimManager.get_instance()
+    manager.initialize()
+    yield manager
+    manager.initialize()
+
+
+def test_overrides_by_tensors_that_print_alike(manager):
+    a, b, c, d = parameters(shapes=[(300,)] * 4)
+    rates = torch.tensor(0.10001), torch.tensor(0.10002)
+    assert repr(rates[0]) == repr(rates[1])
+    for p, rate in zip((a, b), rates, strict=True):
+        manager.override_config(p, "lr", rate)
+    grouped = [{"params": [p], "lr": float(x)} for p, x in zip((c, d), rates, strict=True)]
+    c.data.copy_(a.data)
+    d.data.copy_(b.data)
+    train(ADAMW([a, b]), 2)
+    train(ADAMW(grouped), 2)
+    assert torch.equal(a, c)
+    assert torch.equal(b, d)
+
+
+def test_an_override_that_turns_bad_is_refused_in_the_step(manager):
+    (p,) = parameters(shapes=[(300,)])
+    rate = torch.tensor(0.1)
+    manager.override_config(p, "lr", rate)
+    optimizer = train(ADAMW([p]), 1)
+    rate.fill_(float("nan"))
+    assert refused_by_a_step(optimizer, "lr")
+
+
+@pytest.mark.parametrize("name", ["Eve", "RMSprop", "LARS", "AdEMAMix"])
+def test_numpy_rates_on_the_torch_engine(name):
+    """Whose scalar arithmetic NumPy's numbers would take over."""
+    results = []
+    for lr in (0.1, np.float64(0.1)):
+        with lowbit_optim.use_engine("torch"):
+            optimizer = getattr(lowbit_optim, f"{name}8bit")(parameters(), lr=0.1)
+            optimizer.param_groups[0]["lr"] = lr
+            results.append(snapshot(train(optimizer, 2))["params"])
+    assert identical(*results)
+
+
+def test_numpy_in_other_places():
+    groups = lowbit_optim.parameter_groups(torch.nn.Linear(3, 3), weight_decay=np.float32(0.5))
+    optimizer = ADAMW(groups, lr=np.float32(0.5), min_8bit_size=np.int64(1), amsgrad=np.bool_(True))
+    scheduler = lowbit_optim.Eden(optimizer, np.float32(10), np.int64(2))
+    scheduler.step_batch(np.int64(3))
+    saved = through_a_file([optimizer.state_dict(), scheduler.state_dict()])
+    assert saved[0]["param_groups"][0]["amsgrad"] is True
+    assert saved[1]["batch"] == 3
