@@ -128,8 +128,8 @@ def reorder(optimizer):
 CHANGES = [
     swap_data, swap_for_half, transpose, view_transposed, set_its_neg_bit, replace_a_state_tensor,
     move_a_state_tensor, replace_a_state, drop_a_state, drop_all_states, drop_a_moment,
-    load_its_own, store_in_32_bits, store_more_in_8_bits, switch_amsgrad_on, clip, turn_round, change_numbers, drop_a_parameter,
-    add_a_group, reorder,
+    load_its_own, store_in_32_bits, store_more_in_8_bits, switch_amsgrad_on, clip, turn_round,
+    change_numbers, drop_a_parameter, add_a_group, reorder,
 ]  # fmt: skip
 
 
