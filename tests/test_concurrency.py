@@ -1,6 +1,9 @@
 """Threads and forks. What could abort or hang the process runs in one of its own."""
 
 import os
+import signal
+import threading
+import time
 
 import pytest
 
@@ -186,3 +189,78 @@ for seed in range(4):
 print(threading.active_count())
 """
     assert int(run(script)) <= 4
+
+
+class Share:
+    """Stands for a compiled share: what a thread does that is given a job."""
+
+    def __init__(self, by_main, by_helper):
+        self.calls, self.ended = 0, 0
+        self.actions = by_main, by_helper
+
+    def ctypes(self, address):
+        self.calls += 1
+        main = threading.current_thread() is threading.main_thread()
+        self.actions[0 if main else 1](self)
+        self.ended += 1
+
+
+@pytest.fixture
+def run_in_pool(monkeypatch):
+    """`numba_threads.run` where there is no OpenMP, as in a forked child."""
+    numba_threads = pytest.importorskip("lowbit_optim_kernels.numba_threads")
+    monkeypatch.setattr(numba_threads, "_openmp", lambda: None)
+    return numba_threads.run
+
+
+def wait_for_two_calls(share):
+    while share.calls < 2:
+        time.sleep(0.001)
+
+
+def test_a_job_that_fails_ends_when_its_helpers_have(run_in_pool):
+    """They work on the caller's memory."""
+
+    def fail(share):
+        wait_for_two_calls(share)
+        raise MemoryError
+
+    share = Share(fail, lambda share: time.sleep(0.3))
+    with pytest.raises(MemoryError):
+        run_in_pool(share, 2, 2, [])
+    assert share.ended == 1
+
+
+@pytest.mark.skipif(not hasattr(signal, "pthread_kill"), reason="needs signals of threads")
+def test_a_job_that_is_interrupted_ends_when_its_helpers_have(run_in_pool):
+    """Ctrl-C while the caller waits, and again while it still waits."""
+    main = threading.main_thread().ident
+
+    def interrupt(share):
+        for _ in range(3):
+            time.sleep(0.1)
+            signal.pthread_kill(main, signal.SIGINT)
+        time.sleep(0.1)
+
+    share = Share(wait_for_two_calls, interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        run_in_pool(share, 2, 2, [])
+    assert share.ended == 2
+
+
+def test_a_thread_that_cannot_start_leaves_nothing_for_later(run_in_pool, monkeypatch):
+    """Its job would be over by then, and the job's memory another's."""
+    numba_threads = pytest.importorskip("lowbit_optim_kernels.numba_threads")
+    monkeypatch.setattr(numba_threads, "_pool", numba_threads._Pool())
+
+    def refuse(thread):
+        raise RuntimeError("can't start new thread")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", refuse)
+        first = Share(lambda share: None, lambda share: None)
+        run_in_pool(first, 2, 2, [])
+    assert first.calls == 1
+    second = Share(wait_for_two_calls, lambda share: None)
+    run_in_pool(second, 2, 2, [])
+    assert (first.calls, second.calls, second.ended) == (1, 2, 2)

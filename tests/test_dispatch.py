@@ -1,7 +1,10 @@
-"""Which engine runs what: the default, requests, refusals, fallbacks; the folder of its code."""
+"""Which engine runs what: the default, refusals, fallbacks; the folder of its code."""
 
 import concurrent.futures
+import dataclasses
 import sys
+import types
+import warnings
 from pathlib import Path
 
 import pytest
@@ -9,12 +12,13 @@ import torch
 
 import lowbit_optim
 from lowbit_optim import EngineChoice, engine_for, use_engine
-from lowbit_optim_kernels import dispatch
+from lowbit_optim_kernels import dispatch, engines
 from protocol import identical, parameters, python, snapshot, train
 
 pytest.importorskip("numba")
 from lowbit_optim_kernels import numba_threads
 
+VARIABLE = "LOWBIT_OPTIM_ENGINE"
 HALF_TO_SINGLE = (torch.float32, torch.bfloat16, torch.float16)
 
 # A step of a parameter of 5000 elements, for scripts that run in a process of their own.
@@ -29,9 +33,7 @@ optimizer = lowbit_optim.AdamW8bit([p], lr=0.1)
 @pytest.fixture(autouse=True)
 def automatic(monkeypatch):
     """Whatever the environment asks for, these tests ask themselves."""
-    monkeypatch.delenv(dispatch.VARIABLE, raising=False)
-    with use_engine("auto"):
-        yield
+    monkeypatch.delenv(VARIABLE, raising=False)
 
 
 def test_the_default_by_device_and_dtype():
@@ -47,55 +49,17 @@ def test_the_default_by_device_and_dtype():
     assert elsewhere == EngineChoice("torch", "the default for torch.float32 on meta")
 
 
-@pytest.mark.parametrize("name", ["torch", "numba"])
-def test_use_engine_as_a_context(name):
-    p = torch.zeros(3)
-    with use_engine(name):
-        assert engine_for(p).name == name
-        assert "use_engine asks for it" in engine_for(p).reason
-        with use_engine("torch"):
-            assert engine_for(p).name == "torch"
-        assert engine_for(p).name == name
-    assert engine_for(p).name == "numba"
-
-
-def test_use_engine_as_a_call_lasts():
-    before = use_engine("torch")
-    try:
-        assert engine_for(torch.zeros(3)).name == "torch"
-        use_engine("auto")
-        assert engine_for(torch.zeros(3)).name == "numba"
-    finally:
-        before.__exit__(None, None, None)
-
-
-def test_use_engine_restores_after_an_exception():
-    def fail():
-        with use_engine("torch"):
-            raise KeyError
-
-    with pytest.raises(KeyError):
-        fail()
-    assert engine_for(torch.zeros(3)).name == "numba"
-
-
 def test_the_environment_variable(monkeypatch):
-    monkeypatch.setattr(use_engine, "_asked", None)
-    monkeypatch.setenv(dispatch.VARIABLE, "torch")
+    monkeypatch.setenv(VARIABLE, "torch")
     choice = engine_for(torch.zeros(3))
     assert choice == EngineChoice("torch", "LOWBIT_OPTIM_ENGINE asks for it")
     with use_engine("auto"):
         assert engine_for(torch.zeros(3)).name == "numba"
-    monkeypatch.setenv(dispatch.VARIABLE, "cuda")
+    monkeypatch.setenv(VARIABLE, "")
+    assert engine_for(torch.zeros(3)).reason == "the default for torch.float32 on cpu"
+    monkeypatch.setenv(VARIABLE, "cuda")
     with pytest.raises(ValueError, match="LOWBIT_OPTIM_ENGINE must be one of auto, triton, numba"):
         engine_for(torch.zeros(3))
-
-
-@pytest.mark.parametrize("name", ["cuda", "", None, 3])
-def test_an_unknown_name_is_refused_and_changes_nothing(name):
-    with pytest.raises(ValueError, match="name must be one of auto, triton, numba, torch"):
-        use_engine(name)
-    assert engine_for(torch.zeros(3)).name == "numba"
 
 
 def test_numba_cannot_run_float64():
@@ -148,6 +112,110 @@ except RuntimeError as error:
     warning, refusal = python(script).splitlines()
     assert "slower torch engine: numba is not installed" in warning
     assert "use_engine asks for the engine 'numba', but numba is not installed" in refusal
+
+
+FALLS_BACK = f"""
+import sys, types, warnings
+sys.path.insert(0, {{folder!r}})
+{STEP}
+tensor = types.SimpleNamespace(device=torch.device({{device!r}}), dtype=torch.float32)
+with warnings.catch_warnings(record=True) as caught:
+    warnings.simplefilter("always")
+    for _ in range(2):
+        choice = lowbit_optim.engine_for(tensor)
+        optimizer.step()
+assert choice.name == "torch" and (p < 1).all()
+assert len(caught) == 1 and caught[0].category is RuntimeWarning, caught
+print(caught[0].message)
+try:
+    with lowbit_optim.use_engine({{engine!r}}):
+        lowbit_optim.engine_for(tensor)
+except RuntimeError as error:
+    print(error)
+"""
+
+
+def test_a_numba_that_does_not_compile_is_a_reason():
+    script = FALLS_BACK.format(folder="", device="cpu", engine="numba")
+    warning, refusal = python(script, NUMBA_DISABLE_JIT="1").splitlines()
+    assert "runs cpu tensors on the slower torch engine: NUMBA_DISABLE_JIT is set" in warning
+    assert "use_engine asks for the engine 'numba', but NUMBA_DISABLE_JIT is set" in refusal
+
+
+@pytest.mark.parametrize(
+    ("engine", "package", "error"),
+    [
+        ("numba", "llvmlite", "OSError('libllvmlite.so: no such file')"),
+        ("numba", "numba", "ImportError('Numba needs NumPy 2.2 or less. Got NumPy 2.9.')"),
+        ("numba", "numba", "SystemError('initialization of _internal failed')"),
+        ("triton", "triton", "ImportError('libtriton.so: undefined symbol')"),
+    ],
+)
+def test_what_is_installed_but_does_not_import_is_a_reason(tmp_path, engine, package, error):
+    (tmp_path / package).mkdir()
+    (tmp_path / package / "__init__.py").write_text(f"raise {error}\n")
+    device = "cpu" if engine == "numba" else "cuda"
+    script = FALLS_BACK.format(folder=str(tmp_path), device=device, engine=engine)
+    warning, refusal = python(script).splitlines()
+    text = error.partition("'")[2].partition("'")[0]
+    for message in (warning, refusal):
+        assert f"{engine} is installed but does not import: " in message
+        assert message.partition("import: ")[2].startswith(error.partition("(")[0])
+        assert text in message
+
+
+def test_only_a_tensor_that_needs_a_compiler_imports_it():
+    script = """
+import sys, torch
+before = set(sys.modules)
+import lowbit_optim
+lowbit_optim.engine_for(torch.ones(3, dtype=torch.float64))
+lowbit_optim.engine_for(torch.ones(3, device="meta"))
+print({"numba", "llvmlite", "triton"} & (set(sys.modules) - before))
+"""
+    assert python(script) == "set()"
+
+
+def test_an_engine_is_one_record(monkeypatch):
+    """It is the choice for its devices, can be asked for, refuses with a reason, and steps."""
+    torch_engine, started = dispatch.load_engine("torch"), []
+    module = types.ModuleType("toy_engine")
+    module.start = lambda batch: started.append(batch) or torch_engine.start(batch)
+    monkeypatch.setitem(sys.modules, "toy_engine", module)
+    no_half = engines.Refusal("the toy engine is too small for halves")
+    toy = engines.Engine(
+        name="toy",
+        module="toy_engine",
+        requires=None,
+        devices=frozenset({"mps"}),
+        dtypes=frozenset({torch.float32, torch.float16}),
+        declines=lambda device, dtype: no_half if dtype == torch.float16 else None,
+    )
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        toy.name = "other"
+    monkeypatch.setitem(engines.ENGINES, "toy", toy)
+    mps = torch.device("mps")
+    assert dispatch.choose("auto", "", mps, torch.float32).name == "toy"
+    assert dispatch.choose("auto", "", mps, torch.float16) == EngineChoice("torch", no_half.reason)
+    assert "not take torch.float64" in dispatch.choose("auto", "", mps, torch.float64).reason
+    with pytest.raises(RuntimeError, match="but the toy engine is too small"):
+        dispatch.choose("toy", "", mps, torch.float16)
+    with use_engine("toy"):
+        train(lowbit_optim.AdamW8bit(parameters()), 2)
+    assert len(started) == 2
+
+
+@pytest.mark.parametrize("warn", [False, True])
+def test_a_refusal_says_whether_to_warn(monkeypatch, warn):
+    refusal = engines.Refusal(f"a test wants {warn}", warn)
+    picky = dataclasses.replace(engines.NUMBA, declines=lambda device, dtype: refusal)
+    monkeypatch.setitem(engines.ENGINES, "numba", picky)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for dtype in HALF_TO_SINGLE:
+            choice = dispatch.choose("auto", "", torch.device("cpu"), dtype)
+            assert choice == EngineChoice("torch", refusal.reason)
+    assert len(caught) == warn
 
 
 @pytest.mark.parametrize("method", ["begin", "finish"])
@@ -209,6 +277,21 @@ def test_neither_the_number_nor_the_kind_of_threads_changes_a_bit(monkeypatch):
 def test_torch_has_an_openmp_team():
     """Without it a step with several threads is slow after a backward pass."""
     assert numba_threads._openmp() is not None
+
+
+def test_a_triton_that_cannot_compile_the_kernels_is_not_asked_to(monkeypatch):
+    triton = pytest.importorskip("triton")
+    cuda = torch.device("cuda")
+    assert engines.TRITON.refusal(cuda, torch.float32) is None
+    monkeypatch.setattr(triton, "__version__", "3.3.1")
+    refusal = engines.TRITON.refusal(cuda, torch.float32)
+    assert "3.4" in refusal.reason
+    assert refusal.warn
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    assert engines.TRITON.refusal(torch.device("cpu"), torch.float32) is None, "interpreted"
+    with pytest.warns(RuntimeWarning, match="slower torch engine: Triton before 3.4"):
+        choice = dispatch.choose("auto", "", cuda, torch.float32)
+    assert choice.name == "torch"
 
 
 # The folder of generated and compiled code.
@@ -310,15 +393,3 @@ def test_nothing_is_generated_before_the_first_step(tmp_path):
     folder = tmp_path / "cache"
     python(STEP, LOWBIT_OPTIM_CACHE_DIR=str(folder))
     assert not folder.exists()
-
-
-def test_a_triton_that_cannot_compile_the_kernels_is_not_asked_to(monkeypatch):
-    pytest.importorskip("triton")
-    cuda = torch.device("cuda")
-    assert dispatch._triton_refuses(cuda, torch.float32) is None
-    monkeypatch.setattr(dispatch, "_triton_release", lambda: (3, 3))
-    assert "3.4" in dispatch._triton_refuses(cuda, torch.float32)
-    assert dispatch._triton_refuses(torch.device("cpu"), torch.float32) is None, "interpreted"
-    with pytest.warns(RuntimeWarning, match="slower torch engine: Triton before 3.4"):
-        choice = dispatch._resolve.__wrapped__("auto", "", cuda, torch.float32)
-    assert choice.name == "torch"

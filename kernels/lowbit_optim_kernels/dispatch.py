@@ -8,24 +8,18 @@ on torch because something is missing, it warns once. An exception inside an eng
 
 from __future__ import annotations
 
-import importlib
-import importlib.util
-import os
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
-from types import TracebackType
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from .engine_request import request
+from .engines import ENGINES, FALLBACK, default_engine
 from .plan import Batch, Run
-
-ENGINES = ("triton", "numba", "torch")
-VARIABLE = "LOWBIT_OPTIM_ENGINE"
-HALF_TO_SINGLE = (torch.float32, torch.bfloat16, torch.float16)
 
 
 @dataclass(frozen=True)
@@ -37,142 +31,45 @@ class EngineChoice:
 
 
 @cache
-def _installed(module: str) -> bool:
-    try:
-        return importlib.util.find_spec(module) is not None
-    except ValueError:  # a module set to None in sys.modules
-        return False
-
-
-@cache
-def _triton_release() -> tuple[int, int]:
-    """Major and minor number."""
-    import triton  # a distribution may have another name than the module
-
-    major, minor, *_ = triton.__version__.split(".")
-    return int(major), int(minor)
-
-
-def _triton_refuses(device: torch.device, dtype: torch.dtype) -> str | None:
-    if not _installed("triton"):
-        return "triton is not installed"
-    if dtype not in HALF_TO_SINGLE:
-        return f"the triton engine computes in fp32 and does not take {dtype}"
-    interpreted = os.environ.get("TRITON_INTERPRET", "0").lower() in ("1", "true", "on", "yes")
-    if device.type not in ("cuda", "xpu") and not (interpreted and device.type == "cpu"):
-        return f"triton compiles for CUDA, ROCm and XPU devices, not for {device.type!r}"
-    if device.type != "cpu" and _triton_release() < (3, 4):
-        return (
-            "Triton before 3.4 lacks what the compiling of the codec's look-ups needs (torch 2.8 "
-            "comes with 3.4)"
-        )
-    return None
-
-
-def _converts_half() -> bool:
-    from .numba_vector import converts_half  # imports Numba, which this tensor is about to need
-
-    return converts_half()
-
-
-def _numba_refuses(device: torch.device, dtype: torch.dtype) -> str | None:
-    if not _installed("numba"):
-        return "numba is not installed"
-    if device.type != "cpu":
-        return f"the numba engine runs CPU tensors, not {device.type!r} ones"
-    if dtype not in HALF_TO_SINGLE:
-        return f"the numba engine computes in fp32 and does not take {dtype}"
-    if dtype == torch.float16 and not _converts_half():
-        return "the CPU that numba compiles for lacks instructions for float16 (F16C)"
-    return None
-
-
-def _torch_refuses(device: torch.device, dtype: torch.dtype) -> str | None:
-    return None
-
-
-_REFUSES: dict[str, Callable[[torch.device, torch.dtype], str | None]] = {
-    "triton": _triton_refuses,
-    "numba": _numba_refuses,
-    "torch": _torch_refuses,
-}
-
-
-def _checked(name: str, source: str) -> str:
-    if name not in ("auto", *ENGINES):
-        allowed = ", ".join(("auto", *ENGINES))
-        raise ValueError(f"{source} must be one of {allowed}; got {name!r}")
-    return name
-
-
-class use_engine:
-    """Choose the engine for all tensors of this process; also a context manager that restores.
-
-    Args:
-        name: "auto" (the default choice by device and dtype), "triton", "numba" or "torch".
-
-    Raises:
-        ValueError: for another name. A tensor that the chosen engine cannot run raises
-            RuntimeError with the reason at the first step.
-
-    Example:
-        >>> with use_engine("torch"):
-        ...     optimizer.step()
-    """
-
-    _asked: str | None = None
-
-    def __init__(self, name: str) -> None:
-        _checked(name, "name")
-        self._before = use_engine._asked
-        use_engine._asked = name
-
-    def __enter__(self) -> use_engine:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        value: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        use_engine._asked = self._before
-
-
-def request() -> tuple[str, str]:
-    """The engine that is asked for, or "auto", and who asks."""
-    if use_engine._asked is not None:
-        return use_engine._asked, "use_engine"
-    return _checked(os.environ.get(VARIABLE, "auto"), VARIABLE), VARIABLE
-
-
-@cache
-def _warn_of_fallback(device_type: str, refusal: str) -> None:
+def _warn_of_fallback(device_type: str, reason: str) -> None:
     """Once per process, whatever the dtype."""
     warnings.warn(
-        f"lowbit_optim runs {device_type} tensors on the slower torch engine: {refusal}",
+        f"lowbit_optim runs {device_type} tensors on the slower torch engine: {reason}",
         RuntimeWarning,
         stacklevel=5,
     )
 
 
-@cache
-def _resolve(asked: str, source: str, device: torch.device, dtype: torch.dtype) -> EngineChoice:
+def choose(asked: str, source: str, device: torch.device, dtype: torch.dtype) -> EngineChoice:
+    """The engine for tensors of a device and a dtype.
+
+    Args:
+        asked: the name of an engine, or "auto".
+        source: who asks for it, for the error.
+        device: the tensors' device.
+        dtype: their dtype.
+
+    Raises:
+        RuntimeError: when the engine that is asked for cannot run them.
+    """
     if asked != "auto":
-        refusal = _REFUSES[asked](device, dtype)
-        if refusal:
+        refusal = ENGINES[asked].refusal(device, dtype)
+        if refusal is not None:
             raise RuntimeError(
-                f"{source} asks for the engine {asked!r}, but {refusal}; "
+                f"{source} asks for the engine {asked!r}, but {refusal.reason}; "
                 f'ask for "auto" or "torch" for this tensor'
             )
         return EngineChoice(asked, f"{source} asks for it")
-    wanted = {"cuda": "triton", "xpu": "triton", "cpu": "numba"}.get(device.type, "torch")
-    refusal = _REFUSES[wanted](device, dtype)
+    wanted = default_engine(device.type)
+    refusal = wanted.refusal(device, dtype)
     if refusal is None:
-        return EngineChoice(wanted, f"the default for {dtype} on {device.type}")
-    if "not installed" in refusal or "lacks" in refusal:
-        _warn_of_fallback(device.type, refusal)
-    return EngineChoice("torch", refusal)
+        return EngineChoice(wanted.name, f"the default for {dtype} on {device.type}")
+    if refusal.warn:
+        _warn_of_fallback(device.type, refusal.reason)
+    return EngineChoice(FALLBACK, refusal.reason)
+
+
+_resolve = cache(choose)
 
 
 def engine_for(tensor: Tensor) -> EngineChoice:
@@ -192,7 +89,7 @@ def engine_for(tensor: Tensor) -> EngineChoice:
 
 def load_engine(name: str) -> Any:
     """The engine's module; Numba and Triton are imported when first needed."""
-    return importlib.import_module(f"lowbit_optim_kernels.engine_{name}")
+    return ENGINES[name].load()
 
 
 def step(

@@ -24,12 +24,11 @@ once, and its OpenMP layer does when a forked child calls it.)
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import os
 import threading
 from collections.abc import Iterable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from pathlib import Path
 from types import ModuleType
@@ -46,6 +45,48 @@ PIECES = 32  # of each thread: at the end of a pass a core waits for a piece of 
 _forked = False
 
 
+class _Job:
+    """A job's words and tickets in memory."""
+
+    def __init__(self, number: int, threads: int, each: int, count: int, work: list[int]) -> None:
+        self.tickets = np.zeros((1 + threads, 8), dtype=np.int64)
+        words = [number, self.tickets.ctypes.data, threads, each, count, *work]
+        self.words = np.array(words, dtype=np.int64)
+        self.address = self.words.ctypes.data
+
+
+class _Helper:
+    """A call of a share by another thread, which it may begin unless the job is over.
+
+    Who comes first takes the lock: the helper, and the job ends when it has let go; or the job's
+    own thread, which never lets go, and the helper does nothing. It holds the job's memory.
+    """
+
+    def __init__(self, share: Any, job: _Job) -> None:
+        self.share, self.job = share, job
+        self.lock = threading.RLock()  # an interrupted `end` is repeated
+
+    def __call__(self) -> None:
+        if self.lock.acquire(blocking=False):
+            try:
+                self.share(self.job.address)
+            finally:
+                self.lock.release()
+
+    def end(self) -> None:
+        self.lock.acquire()
+
+
+def _end(helpers: list[_Helper]) -> None:
+    """Wait for the helpers that have begun, whatever interrupts the waiting."""
+    try:
+        for helper in helpers:
+            helper.end()
+    except BaseException:  # a signal's handler may raise anything
+        _end(helpers)
+        raise
+
+
 class _Pool:
     """Python threads that run shares; made anew in a forked child."""
 
@@ -54,19 +95,31 @@ class _Pool:
         self.executor: ThreadPoolExecutor | None = None
         self.lock = threading.Lock()
 
-    def run(self, share: Any, job: int, threads: int) -> None:
-        """Run the share on this thread and on `threads` - 1 others."""
+    def run(self, share: Any, job: _Job, threads: int) -> None:
+        """Run the share on this thread and on `threads` - 1 others.
+
+        No other thread is in the share when this returns or raises: what the job works on belongs
+        to the caller.
+        """
+        helpers = [_Helper(share, job) for _ in range(threads - 1)]
+        try:
+            self._submit(helpers)
+            share(job.address)
+        finally:
+            _end(helpers)
+
+    def _submit(self, helpers: list[_Helper]) -> None:
         with self.lock:
-            if self.executor is None or self.size < threads - 1:
-                self.size = threads - 1
-                self.executor = ThreadPoolExecutor(threads - 1, "lowbit_optim")
-            helpers: list[Future] = []
-            # While the interpreter shuts down there are no new futures: this thread does it all.
-            with contextlib.suppress(RuntimeError):
-                helpers.extend(self.executor.submit(share, job) for _ in range(threads - 1))
-        share(job)
-        for helper in helpers:
-            helper.result()
+            if self.executor is None or self.size < len(helpers):
+                self.size = len(helpers)
+                self.executor = ThreadPoolExecutor(self.size, "lowbit_optim")
+            try:
+                for helper in helpers:
+                    self.executor.submit(helper)
+            except RuntimeError:
+                # The interpreter shuts down, or the system has no more threads: those there are do
+                # it all. What was submitted in vain goes with the executor.
+                self.executor = None
 
 
 _pool = _Pool()
@@ -147,13 +200,10 @@ def run(share: Any, count: int, threads: int, work: list[int]) -> None:
     each = PIECES if threads > 1 else 1
     team = None if _forked or threads == 1 else _openmp()
     number = 0 if team is None else team[1]
-    tickets = np.zeros((1 + threads, 8), dtype=np.int64)
-    words = [number, tickets.ctypes.data, threads, each, count, *work]
-    job = np.array(words, dtype=np.int64)
-    address = job.ctypes.data
+    job = _Job(number, threads, each, count, work)
     if threads == 1:
-        share.ctypes(address)
+        share.ctypes(job.address)
     elif team is None:
-        _pool.run(share.ctypes, address, threads)
-    else:
-        team[0](share.address, address, threads, 0)
+        _pool.run(share.ctypes, job, threads)
+    else:  # returns when the whole team has, and no signal's handler runs before
+        team[0](share.address, job.address, threads, 0)
