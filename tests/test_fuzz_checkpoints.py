@@ -95,7 +95,7 @@ def damaged(seed):
             verdict = make(saved)
         except NotHere:
             continue
-        return f"{make.__name__}, {case.id}, {target}", (target, saved, verdict)
+        return f"{make.__name__}, {case.id}, {type(target).__name__}", (target, saved, verdict)
 
 
 def replay(seed):
@@ -112,7 +112,7 @@ def replay_control(seed):
     with lowbit_optim.use_engine(engine_of(rng)):
         saved, case, source, target = example(rng)
         make = CONTROLS[seed % len(CONTROLS)]
-        print(f"replay_control({seed}): {make.__name__}, {case.id}, {target}")
+        print(f"replay_control({seed}): {make.__name__}, {case.id}, {type(target).__name__}")
         try:
             make(saved)
         except NotHere:
