@@ -60,10 +60,9 @@ def unfit_state(state):
     for key, value in state.items():
         if not isinstance(value, torch.Tensor) or not value.is_floating_point():
             continue
-        key = str(key)  # whatever someone has added
         if not bool(value.isfinite().all()):
             return f"{key} is not finite"
-        if (key in NON_NEGATIVE or key.endswith("_absmax")) and bool((value < 0).any()):
+        if (key in NON_NEGATIVE or str(key).endswith("_absmax")) and bool((value < 0).any()):
             return f"{key} is negative"
     return None
 
