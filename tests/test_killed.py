@@ -21,7 +21,7 @@ import lowbit_optim
 from fuzz import examples
 from protocol import give_gradients, parameters, tensors_of
 
-STEPS = 60
+STEPS = 30
 KILLS = min(200, examples(default=6))
 PER_FOLDER = 3  # kills before a new folder and an empty cache
 PATIENCE = 120  # seconds; a process that takes longer hangs
