@@ -141,10 +141,8 @@ def a_step_of_other_gradients(optimizer, rng):
 
 @often(2)
 def a_step_with_a_closure(optimizer, rng):
-    weights = [random_like(rng, p) for p in all_parameters(optimizer)]
-    pairs = [
-        (p, w) for p, w in zip(all_parameters(optimizer), weights, strict=True) if p.requires_grad
-    ]
+    params = [p for p in all_parameters(optimizer) if p.requires_grad]
+    pairs = [(p, random_like(rng, p)) for p in params]
     if not pairs:
         return None
 
@@ -327,11 +325,7 @@ def an_expanded_parameter(optimizer, rng):
     def undo():
         p.data = before
 
-    p.data = (
-        before[:1].clone().expand(before.shape)
-        if before.shape[0] > 1
-        else before.flatten()[0].expand(before.shape)
-    )
+    p.data = before.flatten()[0].clone().expand(before.shape)
     return Act(optimizer.step, REFUSED, undo)
 
 
