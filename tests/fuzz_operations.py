@@ -315,7 +315,6 @@ def values_in_another_tensor(optimizer, rng):
 
 @often(2)
 def an_expanded_parameter(optimizer, rng):
-    """Its elements share memory."""
     p = one_of(optimizer, rng, lambda p: p.numel() > 1)
     if p is None:
         return None
@@ -386,7 +385,6 @@ def an_override(optimizer, rng):
 
 @often(1)
 def an_override_that_does_not_fit(optimizer, rng):
-    """It is refused while it is there; its twin is refused by its own."""
     config = rng.choice([{"betas": (0.9,)}, {"alpha": "x"}, {"scale_at": 3}, {"momentum": -2.0}])
     override(rng.choice(all_parameters(optimizer)), config)
     give_all(optimizer, rng)
