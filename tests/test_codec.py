@@ -209,6 +209,13 @@ def test_other_dtypes_are_read_and_written(dtype, signed):
     np.testing.assert_allclose(values.double().numpy(), exact, rtol=2 * resolution, atol=1e-7)
 
 
+@SIGNS
+def test_float64_beyond_the_range_of_the_scales(signed):
+    codes, absmax = quantize_blockwise(torch.tensor([1e300, 1.0], dtype=torch.float64), signed)
+    assert absmax.tolist() == [torch.finfo(torch.float32).max]
+    assert codes[0] == 255
+
+
 def test_what_cannot_be_coded_is_refused():
     with pytest.raises((TypeError, ValueError)):
         quantize_blockwise(torch.ones(3, dtype=torch.complex64))

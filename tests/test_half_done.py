@@ -9,8 +9,8 @@ import torch
 import lowbit_optim
 from lowbit_optim_kernels import dispatch
 from protocol import (
-    BITS,
     CLASSES,
+    ONE_PER_CLASS,
     all_parameters,
     build,
     give_gradients,
@@ -30,10 +30,9 @@ def continues_like(optimizer, twin):
 
 
 @CLASSES
-@BITS
-@pytest.mark.parametrize("call", [0, 1, 3, 5])
-def test_memory_that_runs_out_while_state_is_made(case, bits, call, monkeypatch):
-    optimizer, twin = (build(case, bits, parameters(), percentile_clipping=5) for _ in range(2))
+@pytest.mark.parametrize("call", [0, 3, 5])
+def test_memory_that_runs_out_while_state_is_made(case, call, monkeypatch):
+    optimizer, twin = (build(case, 8, parameters(), percentile_clipping=5) for _ in range(2))
     give_gradients(all_parameters(optimizer), 0)
     full, calls = torch.full, []
 
@@ -79,6 +78,8 @@ RUNS = {"torch": "TorchRun", "numba": "NumbaRun", "triton": "TritonRun"}
 @pytest.mark.parametrize("batch", [0, 1])
 def test_an_interrupt_before_anything_is_written(engine, device, method, batch, monkeypatch):
     """In the first or the second of two groups."""
+    if engine == "triton" and (method, batch) != ("combine", 1):
+        pytest.skip("one case is enough for the interpreter: dispatch does the work")
 
     def groups():
         made = [parameters(), parameters(seed=7)]
@@ -129,7 +130,7 @@ def interrupt(*_):
     raise KeyboardInterrupt
 
 signal.signal(signal.SIGALRM, interrupt)
-signal.setitimer(signal.ITIMER_REAL, {after})
+signal.setitimer(signal.ITIMER_REAL, {after}, 0.1)  # again, should somebody swallow the first
 try:
     optimizer.step()
     print("too late")
@@ -150,8 +151,8 @@ except KeyboardInterrupt:
 # What a step counts.
 
 
-@CLASSES
-@BITS
+@pytest.mark.parametrize("case", [ONE_PER_CLASS[0], ONE_PER_CLASS[-1]], ids=lambda case: case.name)
+@pytest.mark.parametrize("bits", [8, 32])
 def test_steps_are_counted_beyond_what_fp32_can(case, bits, engine, device):
     if engine == "triton" and not case.fused:
         pytest.skip("torch operators step it, the engine only codes moments")
@@ -167,7 +168,7 @@ def test_steps_are_counted_beyond_what_fp32_can(case, bits, engine, device):
             dtype = torch.float32 if count <= 2**24 else torch.float64
             assert saved[index]["step"].dtype == dtype
             norms = optimizer.state[p]["gnorm_vec"]
-            assert norms[count % 100] == p.grad.float().square().sum()
+            torch.testing.assert_close(norms[count % 100], p.grad.float().square().sum())
     again = build(case, bits, params, percentile_clipping=5)
     again.load_state_dict(optimizer.state_dict())
     train(again, 1)

@@ -144,9 +144,13 @@ def decode(codes: Tensor, absmax: Tensor, signed: bool, dtype: torch.dtype) -> T
 
 
 def block_absmax(x: Tensor) -> Tensor:
-    """Largest finite magnitude along the last dimension, kept as size 1; fp32."""
+    """Largest finite magnitude along the last dimension, kept as size 1; fp32.
+
+    An fp64 number beyond fp32's range is coded as the largest that there is.
+    """
     magnitude = x.abs()
-    return torch.where(magnitude.isfinite(), magnitude, 0.0).amax(-1, keepdim=True).float()
+    largest = torch.where(magnitude.isfinite(), magnitude, 0.0).amax(-1, keepdim=True)
+    return largest.clamp_(max=torch.finfo(torch.float32).max).float()
 
 
 @dataclass(frozen=True)
