@@ -142,6 +142,7 @@ def test_nothing_is_generated_before_the_first_step(tmp_path):
 
 
 @FORK
+@pytest.mark.slow
 def test_damaged_files_are_made_again(tmp_path):
     """Empty, cut, one bit changed, longer, gone, another function's: never wrong, never fatal."""
     script = f"""
