@@ -1,7 +1,7 @@
 """First steps on cache folders, in processes forked from one that has imported everything.
 
-Scripts of test_cache.py import this in an interpreter of their own: only a process that has not
-stepped yet compiles, or loads, what a first step needs.
+Scripts of test_cache.py and test_cache_folder.py import this in an interpreter of their own: only a
+process that has not stepped yet compiles, or loads, what a first step needs.
 """
 
 import hashlib
