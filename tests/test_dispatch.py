@@ -1,11 +1,9 @@
-"""Which engine runs what: the default, refusals, fallbacks; the folder of its code."""
+"""Which engine runs what: the default, refusals, fallbacks."""
 
-import concurrent.futures
 import dataclasses
 import sys
 import types
 import warnings
-from pathlib import Path
 
 import pytest
 import torch
@@ -292,104 +290,3 @@ def test_a_triton_that_cannot_compile_the_kernels_is_not_asked_to(monkeypatch):
     with pytest.warns(RuntimeWarning, match="slower torch engine: Triton before 3.4"):
         choice = dispatch.choose("auto", "", cuda, torch.float32)
     assert choice.name == "torch"
-
-
-# The folder of generated and compiled code.
-
-
-def files_of(folder):
-    """Every file below a folder with the time of its last change."""
-    return {
-        str(path.relative_to(folder)): path.stat().st_mtime_ns
-        for path in Path(folder).rglob("*")
-        if path.is_file()
-    }
-
-
-FIRST_STEP = f"""{STEP}
-import sys, time
-start = time.process_time()
-optimizer.step()
-seconds = time.process_time() - start
-generated = [m for name, m in sys.modules.items() if name.startswith("lowbit_optim_generated")]
-stats = [v.stats for m in generated for v in vars(m).values() if hasattr(v, "stats")]
-hits, misses = sum(len(s.cache_hits) for s in stats), sum(len(s.cache_misses) for s in stats)
-print(len(generated), hits, misses, seconds)
-"""
-
-
-def first_step(folder):
-    """Generated modules, functions found and functions compiled, CPU seconds of a first step."""
-    modules, hits, misses, seconds = python(FIRST_STEP, LOWBIT_OPTIM_CACHE_DIR=str(folder)).split()
-    return int(modules), int(hits), int(misses), float(seconds)
-
-
-@pytest.fixture(scope="module")
-def filled_at_once(tmp_path_factory):
-    """A cache folder that two processes have filled at the same time, and what they counted."""
-    folder = tmp_path_factory.mktemp("cache") / "made" / "on_demand"
-    with concurrent.futures.ThreadPoolExecutor(2) as pool:
-        return folder, list(pool.map(first_step, [folder, folder]))
-
-
-def test_two_processes_may_fill_a_folder_at_once(filled_at_once):
-    """Both write the same file names; neither sees the other's half-written file."""
-    folder, counted = filled_at_once
-    assert len({modules for modules, *_ in counted}) == 1
-    assert max(misses for _, _, misses, _ in counted) > 0
-    assert any(name.endswith(".nbc") for name in files_of(folder))
-    assert not list(folder.glob("*.tmp"))
-
-
-def test_a_later_process_compiles_nothing(filled_at_once):
-    folder, _ = filled_at_once
-    before = files_of(folder)
-    modules, hits, misses, seconds = first_step(folder)
-    assert modules >= 2
-    assert hits > 0
-    assert misses == 0
-    assert files_of(folder) == before
-    assert seconds < 2  # half of one, most of it for importing Numba; compiling takes about ten
-
-
-def test_the_default_folder(tmp_path):
-    script = "from lowbit_optim_kernels import lower; print(lower.cache_folder())"
-    none = {"LOWBIT_OPTIM_CACHE_DIR": None}
-    found = python(script, **none, XDG_CACHE_HOME=str(tmp_path / "cache"))
-    assert Path(found) == tmp_path / "cache" / "lowbit_optim"
-    found = python(script, **none, XDG_CACHE_HOME=None, HOME=str(tmp_path))
-    assert Path(found) == tmp_path / ".cache" / "lowbit_optim"
-
-
-def test_a_home_that_cannot_be_written(tmp_path):
-    """Then a private folder of the system's temporary directory, and steps run from there."""
-    (tmp_path / "file").write_text("")
-    temporary = tmp_path / "tmp"
-    temporary.mkdir()
-    script = "from lowbit_optim_kernels import lower; print(lower.cache_folder())"
-    settings = {
-        "LOWBIT_OPTIM_CACHE_DIR": None,
-        "XDG_CACHE_HOME": str(tmp_path / "file" / "below"),
-        "HOME": str(tmp_path / "file"),
-        "TMPDIR": str(temporary),
-    }
-    folder = Path(python(script, **settings))
-    assert folder.parent == temporary
-    assert folder.stat().st_mode & 0o077 == 0
-    folder.chmod(0o777)
-    refused = "import contextlib\nwith contextlib.suppress(RuntimeError):\n    "
-    refused += "from lowbit_optim_kernels import lower; lower.cache_folder(); print('used')"
-    assert python(refused, **settings) == ""
-
-
-def test_a_folder_that_was_asked_for_and_cannot_be_made(tmp_path):
-    (tmp_path / "file").write_text("")
-    script = STEP + "try:\n    optimizer.step()\nexcept OSError as error:\n    print(error)"
-    message = python(script, LOWBIT_OPTIM_CACHE_DIR=str(tmp_path / "file" / "below"))
-    assert "file" in message
-
-
-def test_nothing_is_generated_before_the_first_step(tmp_path):
-    folder = tmp_path / "cache"
-    python(STEP, LOWBIT_OPTIM_CACHE_DIR=str(folder))
-    assert not folder.exists()

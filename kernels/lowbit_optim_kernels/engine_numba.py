@@ -19,9 +19,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from . import numba_shared, numba_source, numba_threads
+from . import numba_cache, numba_shared, numba_source, numba_threads
 from .dynamic8 import BLOCK
-from .lower import hyper_names, import_source
+from .lower import hyper_names
+from .module_cache import import_source
 from .plan import Batch, Slot, clips, phase_count
 from .rules import Rule
 
@@ -50,7 +51,9 @@ def _depends() -> tuple[str, ...]:
 
 @cache
 def _scalars(rule: Rule) -> ModuleType:
-    return import_source(f"{rule.name}_scalar", numba_source.scalar_module(rule), _depends())
+    source = numba_source.scalar_module(rule)
+    module = import_source(f"{rule.name}_scalar", source, _depends())
+    return numba_cache.keep(module, ["begin", *(f"combine_{k}" for k in range(len(rule.phases)))])
 
 
 @cache
@@ -61,7 +64,8 @@ def _elements(rule: Rule, p_kind: str, g_kind: str, bits: int) -> ModuleType:
 
 @cache
 def _shared() -> ModuleType:
-    return import_source("shared", numba_shared.SHARED, _depends())
+    module = import_source("shared", numba_shared.SHARED, _depends())
+    return numba_cache.keep(module, ["add_up", "clip"])
 
 
 @dataclass

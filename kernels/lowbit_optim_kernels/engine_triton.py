@@ -23,7 +23,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from . import triton_codec, triton_plan, triton_source, triton_tables
-from .lower import import_source
+from .module_cache import import_source
 from .plan import Batch, clips, phase_count
 from .rules import Rule
 from .triton_plan import TILE, Kind, Plan

@@ -1,31 +1,16 @@
 """From a rule to source text: what the compiled engines share.
 
-Numba's disk cache and Triton's compiler both want functions that live in files. So each engine
-writes a module per rule (and dtypes) into a cache folder, named by a hash of its own text and of
-everything that the text depends on: a second process finds the file and its compiled code, and a
-changed rule, template or version gets another name.
+Each engine writes a module per rule (and dtypes), which `module_cache` imports.
 """
 
 from __future__ import annotations
 
 import ast
-import functools
-import hashlib
-import importlib.util
 import inspect
-import os
-import stat
-import sys
-import tempfile
 import textwrap
-import threading
 from collections.abc import Iterable
-from pathlib import Path
-from types import ModuleType
 
 from .rules import PRIMITIVES, Rule, RuleFunction
-
-CACHE_VARIABLE = "LOWBIT_OPTIM_CACHE_DIR"
 
 
 def reads(fn: RuleFunction) -> tuple[str, ...]:
@@ -135,76 +120,3 @@ def hyper_names(rule: Rule) -> list[str]:
 def indent(lines: Iterable[str], spaces: int) -> str:
     """Lines of code, indented, as one text."""
     return "\n".join(" " * spaces + line for line in lines)
-
-
-@functools.cache
-def cache_folder() -> Path:
-    """A folder of this user's that generated modules are kept in, made if need be.
-
-    `LOWBIT_OPTIM_CACHE_DIR`, else `$XDG_CACHE_HOME/lowbit_optim` or `~/.cache/lowbit_optim`, else a
-    folder in the system's temporary directory when neither can be written.
-    """
-    named = os.environ.get(CACHE_VARIABLE)
-    if named:
-        folder = Path(named)
-        folder.mkdir(parents=True, exist_ok=True)
-        return folder
-    base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    folder = base / "lowbit_optim"
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=folder):
-            return folder
-    except OSError:
-        return _private_temporary_folder()
-
-
-def _private_temporary_folder() -> Path:
-    owner = os.getuid() if hasattr(os, "getuid") else "user"
-    folder = Path(tempfile.gettempdir()) / f"lowbit_optim_{owner}"
-    folder.mkdir(mode=0o700, exist_ok=True)
-    info = folder.stat()
-    # Code is imported from here: nobody else may have made it or be able to write to it.
-    shared = info.st_mode & (stat.S_IWOTH | stat.S_IWGRP)
-    if hasattr(os, "getuid") and (info.st_uid != owner or shared):
-        raise RuntimeError(
-            f"{folder} is not this user's alone; set {CACHE_VARIABLE} to a folder that is"
-        )
-    return folder
-
-
-_import_lock = threading.Lock()
-
-
-def import_source(label: str, source: str, depends: Iterable[str]) -> ModuleType:
-    """Import `source` from a file in the cache folder.
-
-    Args:
-        label: start of the module's name, for a reader of the folder.
-        source: the module's text.
-        depends: further texts that compiled code depends on: versions, sources of helpers.
-    """
-    digest = hashlib.sha256("\0".join([source, sys.version, *depends]).encode()).hexdigest()[:24]
-    name = f"lowbit_optim_generated_{label}_{digest}"
-    with _import_lock:
-        if name in sys.modules:
-            return sys.modules[name]
-        path = cache_folder() / f"{name}.py"
-        # Another process may write the same text at the same time; a rename is atomic, and a file
-        # that is there is left alone because compilers' caches look at its time stamp.
-        if not path.exists():
-            handle, temporary = tempfile.mkstemp(dir=path.parent, suffix=".tmp")
-            with os.fdopen(handle, "w") as file:
-                file.write(source)
-            os.replace(temporary, path)
-        spec = importlib.util.spec_from_file_location(name, path)
-        assert spec is not None
-        assert spec.loader is not None
-        module = importlib.util.module_from_spec(spec)
-        sys.modules[name] = module
-        try:
-            spec.loader.exec_module(module)
-        except BaseException:
-            del sys.modules[name]
-            raise
-        return module

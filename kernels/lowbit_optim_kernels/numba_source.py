@@ -36,7 +36,7 @@ SIZE = {"f32": 4, "bf16": 2, "f16": 2}
 SPARE = 1024  # bytes of scratch for one padded operand
 ROW = 2 * 1024  # bytes of scratch for one moment: a block's numbers, and those of the one before
 
-DRIVER = '@njit(cache=True, nogil=True, error_model="numpy")'
+DRIVER = '@njit(nogil=True, error_model="numpy")'
 INNER = '@njit(nogil=True, error_model="numpy")'
 # Into the function that threads run, so that it is compiled once.
 INLINED = INNER[:-1] + ', inline="always")'

@@ -34,10 +34,10 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-import numba
 import numpy as np
 import torch
 
+from . import numba_cache
 from .lower import indent
 
 PIECES = 32  # of each thread: at the end of a pass a core waits for a piece of another one
@@ -184,7 +184,8 @@ def share(name: str, numbers: Iterable[str], arguments: Iterable[str]) -> str:
 @cache
 def compiled_share(module: ModuleType, name: str) -> Any:
     """The C function of a generated module's share; compiled, or loaded, at the first call."""
-    return numba.cfunc("void(int64)", cache=True, error_model="numpy")(getattr(module, name))
+    function = getattr(module, name)
+    return numba_cache.kept_cfunc("void(int64)", function, error_model="numpy")
 
 
 def run(share: Any, count: int, threads: int, work: list[int]) -> None:
