@@ -38,7 +38,7 @@ class TrustOptimizer(LowBitOptimizer):
     def _refuse_unused(self, given: Mapping[str, Any], trust: float | None) -> None:
         """Raise for a setting among the given ones that has no effect with this coefficient."""
         own = next(cls for cls in type(self).__mro__ if "OF_TRUST" in vars(cls))
-        arguments = inspect.signature(own.__init__).parameters
+        arguments = inspect.signature(own).parameters
         for name in self.OF_TRUST if trust is None else ("max_unorm",):
             usual = arguments[name].default
             if name not in given or given[name] == usual or (trust is not None and not given[name]):

@@ -92,7 +92,7 @@ def test_a_cap_of_zero_goes_with_a_trust_coefficient(name, cap):
 
 
 def heavy_ball(p, gradients, rates, momentum, decay):
-    """SGD whose momentum holds lr times gradient, as TensorFlow's MomentumOptimizer: float64."""
+    """SGD whose momentum holds lr times gradient, as Keras' SGD has it; float64."""
     b = torch.zeros_like(p)
     for g, lr in zip(gradients, rates, strict=True):
         b = momentum * b + lr * (g + decay * p)
