@@ -31,7 +31,8 @@ class TrustOptimizer(LowBitOptimizer):
             merged = {**self.defaults, **param_group}
             self._validate(merged)
             # Whole groups of another optimizer have their defaults as keys of their own.
-            own = {k: v for k, v in param_group.items() if v != self.defaults.get(k, v)}
+            names = [name for name in (*self.OF_TRUST, "max_unorm") if name in param_group]
+            own = {k: param_group[k] for k in names if param_group[k] != self.defaults[k]}
             self._refuse_unused(own, merged["trust_coefficient"])
         super().add_param_group(param_group)
 
