@@ -39,7 +39,7 @@ class Adagrad(LowBitOptimizer):
         min_8bit_size: tensors with fewer elements keep 32-bit state. Default 4096.
         percentile_clipping: clip the gradient's norm to this percentile (0..100) of the last 100
             steps' norms; 100 is off, the default.
-        block_wise: must be True (bitsandbytes compatibility).
+        block_wise: as in bitsandbytes; state is blockwise either way, and False warns.
         max_unorm: cap the norm of d / (sqrt(s) + eps) at max_unorm ||p||; 0 is off, the default.
         maximize: ascend instead of descend. Default False.
         foreach, fused, capturable: as in torch.optim. All tensors of a group are always stepped

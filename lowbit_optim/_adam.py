@@ -42,8 +42,8 @@ class Adam(LowBitOptimizer):
         min_8bit_size: tensors with fewer elements keep 32-bit state. Default 4096.
         percentile_clipping: clip the gradient's norm to this percentile (0..100) of the last 100
             steps' norms; 100 is off, the default.
-        block_wise: must be True (bitsandbytes compatibility).
-        is_paged: must be False (bitsandbytes compatibility).
+        block_wise: as in bitsandbytes; state is blockwise either way, and False warns.
+        is_paged: as in bitsandbytes; nothing is paged here, and True warns.
         max_unorm: cap ||u|| at max_unorm ||p||; 0 is off, the default.
         decoupled_weight_decay: shrink p by 1 - lr weight_decay instead (AdamW). Default False.
         maximize: ascend instead of descend. Default False.
@@ -91,6 +91,7 @@ class Adam(LowBitOptimizer):
         fused: bool | None = None,
         decoupled_weight_decay: bool = False,
     ) -> None:
+        _checks.bitsandbytes_order(percentile_clipping, "is_paged")
         _checks.bitsandbytes_switches(block_wise, is_paged)
         defaults = {
             "lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay,

@@ -48,7 +48,7 @@ class AdEMAMix(LowBitOptimizer):
         weight_decay: decoupled weight decay. Default 1e-2.
         optim_bits: 32 or 8, the width of the moments. Default 32.
         min_8bit_size: tensors with fewer elements keep 32-bit state. Default 4096.
-        is_paged: must be False (bitsandbytes compatibility).
+        is_paged: as in bitsandbytes; nothing is paged here, and True warns.
         percentile_clipping: clip the gradient's norm to this percentile (0..100) of the last 100
             steps' norms; 100 is off, the default.
         max_unorm: cap ||u|| at max_unorm ||p||; 0 is off, the default.
@@ -100,7 +100,7 @@ class AdEMAMix(LowBitOptimizer):
         differentiable: bool = False,
         fused: bool | None = None,
     ) -> None:
-        _checks.bitsandbytes_switches(True, is_paged)
+        _checks.bitsandbytes_switches(is_paged=is_paged)
         defaults = {
             "lr": lr, "betas": betas, "alpha": alpha, "t_alpha": t_alpha, "t_beta3": t_beta3,
             "eps": eps, "weight_decay": weight_decay, "optim_bits": optim_bits,

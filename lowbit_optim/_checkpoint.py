@@ -152,7 +152,7 @@ def _copied(value: Any) -> Any:
 
 def saved_states(
     groups: Iterable[Mapping[str, Any]], state_dict: Mapping[str, Any]
-) -> Iterator[tuple[str, Tensor, Mapping[str, Any], Mapping[str, Any]]]:
+) -> Iterator[tuple[str, Tensor, Mapping[str, Any], dict[str, Any]]]:
     """Each parameter that has saved state: what it is called, itself, its group, that state."""
     states = dict(state_dict["state"])
     for group, old in zip(groups, state_dict["param_groups"], strict=True):
@@ -204,25 +204,30 @@ def _check_history(norms: Any) -> None:
     if not isinstance(norms, Tensor) or tuple(norms.shape) != (GNORM_HISTORY,):
         got = tuple(norms.shape) if isinstance(norms, Tensor) else norms
         raise ValueError(f"'gnorm_vec' must have shape ({GNORM_HISTORY},); got {got!r}")
-    _require_real("gnorm_vec", norms)
+    require_dense("gnorm_vec", norms)
     if not bool(((norms >= 0) & norms.isfinite()).all() or (norms == -1).all()):
         raise ValueError("'gnorm_vec' must hold squared norms, finite and >= 0")
 
 
-def _require_real(key: str, value: Tensor) -> None:
-    if value.dtype not in REAL or value.layout != torch.strided:
-        raise ValueError(f"{key!r} must be a dense real tensor, got {value.dtype}, {value.layout}")
+def require_dense(key: str, value: Tensor, dtypes: tuple[torch.dtype, ...] = REAL) -> None:
+    """Refuse a tensor of another dtype than these, or a sparse one."""
+    if value.dtype not in dtypes or value.layout != torch.strided:
+        allowed = ", ".join(map(str, dtypes))
+        raise ValueError(
+            f"{key!r} must be a dense tensor of {allowed}; got {value.dtype}, {value.layout}"
+        )
 
 
 def _check_moment(saved: Mapping[str, Any], p: Tensor, moment: Moment) -> None:
     value, scales = saved[moment.key], saved.get(f"{moment.key}_absmax")
     _check_shape(saved, p, moment)
     if scales is not None:
-        _require_real(f"{moment.key}_absmax", scales)
+        require_dense(moment.key, value, (torch.uint8,))
+        require_dense(f"{moment.key}_absmax", scales)
         if not bool(((scales >= 0) & scales.isfinite()).all()):
             raise ValueError(f"'{moment.key}_absmax' has scales that are negative or not finite")
         return
-    _require_real(moment.key, value)
+    require_dense(moment.key, value)
     value = value.detach()
     # An infinite square freezes its weight, as in torch.optim; no other number is harmless.
     good = value.isfinite() if moment.signed else value >= 0
@@ -277,7 +282,9 @@ def fitted(
         state["gnorm_vec"] = _copy(saved["gnorm_vec"], p.device, torch.float32)
     for key, value in saved.items():
         if key not in used:
-            state[key] = _copy(value, p.device) if isinstance(value, Tensor) else value
+            state[key] = (
+                value.detach().to(p.device, copy=True) if isinstance(value, Tensor) else value
+            )
     return state
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import sys
+import warnings
 from collections.abc import Mapping
 from numbers import Integral, Real
 from typing import Any
@@ -126,17 +128,41 @@ def common(group: Mapping[str, Any]) -> None:
         raise ValueError("foreach and fused cannot both be True; leave one of them None")
 
 
-def bitsandbytes_switches(block_wise: Any, is_paged: Any = False) -> None:
-    """Accept bitsandbytes' arguments where they ask for what there is, and refuse the rest."""
-    if block_wise is not True:
-        raise ValueError(
-            f"block_wise must be True, got {block_wise!r}: 8-bit state always has one scale per "
-            "block of 256 elements; use optim_bits=32 for state without blocks"
+def bitsandbytes_switches(block_wise: Any = True, is_paged: Any = False) -> None:
+    """Warn of bitsandbytes' arguments that ask for what there is not."""
+    flag("block_wise", block_wise)
+    flag("is_paged", is_paged)
+    if not block_wise:
+        _warn_user(
+            "block_wise=False has no effect: 8-bit state always has one scale per block of 256 "
+            "elements; optim_bits=32 is state without blocks"
         )
-    if is_paged is not False:
+    if is_paged:
+        _warn_user(
+            "is_paged=True has no effect: state stays on its parameter's device and is not paged "
+            "to the host; optim_bits=8 makes it four times as small"
+        )
+
+
+def _warn_user(message: str) -> None:
+    """Warn at the line outside this package that called it, however many constructors deep."""
+    frame, level = sys._getframe(1), 2
+    while frame.f_back is not None and frame.f_globals.get("__package__") == __package__:
+        frame, level = frame.f_back, level + 1
+    warnings.warn(message, UserWarning, stacklevel=level)
+
+
+def bitsandbytes_order(percentile_clipping: Any, follower: str) -> None:
+    """Refuse a call in the positional order of bitsandbytes 0.50, where its types show it.
+
+    `percentile_clipping` and `block_wise` are gone there, so that what stood after them, `is_paged`
+    or `max_unorm`, comes first. A `max_unorm` that is an integer cannot be told apart.
+    """
+    if isinstance(percentile_clipping, bool if follower == "is_paged" else float):
         raise ValueError(
-            f"is_paged must be False, got {is_paged!r}: state is not paged to the host; use "
-            "optim_bits=8, or an offloading wrapper such as FSDP2's CPUOffloadPolicy"
+            f"percentile_clipping must be an integer 0..100, got {percentile_clipping!r}; "
+            "bitsandbytes 0.50 dropped percentile_clipping and block_wise from the positional "
+            f"order: pass {follower} by keyword"
         )
 
 

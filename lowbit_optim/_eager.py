@@ -21,6 +21,7 @@ from lowbit_optim_kernels.dynamic8 import Layout
 from lowbit_optim_kernels.plan import GNORM_HISTORY
 from lowbit_optim_kernels.rules import Moment
 
+from . import _checkpoint
 from ._codec import dequantize_blockwise
 from ._optimizer import LowBitOptimizer, Stored
 
@@ -139,9 +140,7 @@ class EagerOptimizer(LowBitOptimizer):
             if key in saved:
                 _check_extra(key, saved[key])
 
-    def _fitted(
-        self, saved: Mapping[str, Any], p: Tensor, group: Mapping[str, Any]
-    ) -> dict[str, Any]:
+    def _fitted(self, saved: dict[str, Any], p: Tensor, group: Mapping[str, Any]) -> dict[str, Any]:
         state = super()._fitted(saved, p, group)
         if not state:
             return state
@@ -233,8 +232,9 @@ class EagerOptimizer(LowBitOptimizer):
 
 def _check_extra(key: str, value: Any) -> None:
     """Refuse numbers that no step leaves in a state beside the moments."""
-    if not isinstance(value, Tensor) or not value.is_floating_point():
-        raise ValueError(f"{key!r} must be a real tensor, got {value!r}")
+    if not isinstance(value, Tensor):
+        raise ValueError(f"{key!r} must be a tensor, got {value!r}")
+    _checkpoint.require_dense(key, value)
     if not bool(value.isfinite().all()):
         raise ValueError(f"{key!r} has elements that are not finite")
     squared = key.endswith("_sq") or key.startswith("param_rms")

@@ -13,13 +13,13 @@ from lowbit_optim_kernels.rules import Rule
 from lowbit_optim_kernels.rules_lamb import lamb_rule
 
 from . import _checks
-from ._optimizer import LowBitOptimizer
+from ._trust import TrustOptimizer
 from ._variants import fixed_bits
 
 _rule = lru_cache(maxsize=None)(lamb_rule)
 
 
-class LAMB(LowBitOptimizer):
+class LAMB(TrustOptimizer):
     r"""Layer-wise adaptive moments for large batches, its moments in 32 or 8 bits.
 
     Without `trust_coefficient` this is bitsandbytes' LAMB: AdamW whose update is capped at
@@ -55,12 +55,13 @@ class LAMB(LowBitOptimizer):
         min_8bit_size: tensors with fewer elements keep 32-bit state. Default 4096.
         percentile_clipping: clip the gradient's norm to this percentile (0..100) of the last 100
             steps' norms; 100 is off, the default.
-        block_wise: must be True (bitsandbytes compatibility).
+        block_wise: as in bitsandbytes; state is blockwise either way, and False warns.
         max_unorm: cap of ||u|| / ||p|| when `trust_coefficient` is None. Default 1.0; 0 is off.
             A parameter that is exactly zero does not move under the cap.
-        trust_coefficient: None, the default, for the cap; 1.0 for the paper.
+        trust_coefficient: None, the default, for the cap; 1.0 for the paper. A group may have its
+            own, None included, and then does not use what it inherits for the other meaning.
         weight_norm_bounds: None (default) or (low, high), the paper's phi: bounds of ||p|| in the
-            trust ratio.
+            trust ratio. Needs a `trust_coefficient`.
         maximize: ascend instead of descend. Default False.
         foreach, fused, capturable: as in torch.optim. All tensors of a group are always stepped
             together and, on accelerators, captured safely; `fused=True` insists on a compiled
@@ -85,6 +86,7 @@ class LAMB(LowBitOptimizer):
     """
 
     family = "LAMB"
+    OF_TRUST = ("weight_norm_bounds",)
 
     def __init__(
         self,
@@ -111,6 +113,7 @@ class LAMB(LowBitOptimizer):
         differentiable: bool = False,
         fused: bool | None = None,
     ) -> None:
+        _checks.bitsandbytes_order(percentile_clipping, "max_unorm")
         _checks.bitsandbytes_switches(block_wise)
         defaults = {
             "lr": lr, "bias_correction": bias_correction, "betas": betas, "eps": eps,

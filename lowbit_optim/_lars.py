@@ -13,7 +13,7 @@ from lowbit_optim_kernels import rules_sgd
 from lowbit_optim_kernels.rules import Rule
 
 from . import _checks
-from ._optimizer import LowBitOptimizer
+from ._trust import TrustOptimizer
 from ._variants import fixed_bits
 
 _rule = lru_cache(maxsize=None)(rules_sgd.lars)
@@ -47,7 +47,7 @@ LARS_PRESETS: dict[str, dict[str, Any]] = {
 """Keyword arguments of `LARS` that give the LARS of another library or paper, by its name."""
 
 
-class LARS(LowBitOptimizer):
+class LARS(TrustOptimizer):
     r"""Layer-wise adaptive rate scaling; "LARS" means different things in different libraries.
 
     Without `trust_coefficient` this is bitsandbytes' LARS: SGD with momentum whose update is capped
@@ -72,7 +72,8 @@ class LARS(LowBitOptimizer):
         d = inner (g + wd p)
         b = d in the first step, else momentum b + (1 - dampening) d
         u = d + momentum b  if nesterov  else  b      (u = d if momentum is 0: no state is kept)
-        no trust_coefficient, and ||u|| > max_unorm ||p|| > 0:  outer *= max_unorm ||p|| / ||u||
+        no trust_coefficient, and ||u|| > max_unorm ||p||, max_unorm > 0:
+            outer *= max_unorm ||p|| / ||u||
         p = p - outer u
 
     Args:
@@ -90,11 +91,14 @@ class LARS(LowBitOptimizer):
             steps' norms; 100 is off, the default.
         max_unorm: cap of ||u|| / ||p|| when `trust_coefficient` is None. Default 0.02; 0 is off.
             A parameter that is exactly zero does not move under the cap.
-        trust_coefficient: eta of the paper; None, the default, for the cap.
-        eps: added to the denominator D. Default 0.
+        trust_coefficient: eta of the paper; None, the default, for the cap. A group may have its
+            own, None included, and then does not use what it inherits for the other meaning.
+        eps: added to the denominator D. Default 0. It, `trust_clip`, `zero_norm`, `adapt` and
+            `weight_norm_bounds` need a `trust_coefficient`.
         trust_clip: let the trust ratio only lower the learning rate (apex LARC). Default False.
         scale_at: where the trust ratio acts: on the "grad" before momentum (default), on the
-            "update" after it, or as a local "lr" inside momentum, which is the paper.
+            "update" after it, or as a local "lr" inside momentum, which is the paper. Without a
+            `trust_coefficient` the ratio is 1, and "lr" still keeps lr inside momentum.
         zero_norm: what a zero norm means: "one" (default), "denom", "zero" or "skip_wd".
         adapt: "always" (default), or "wd" to adapt only groups with weight decay.
         skip_wd: leave weight decay out of the update; it stays in D. Default False.
@@ -122,6 +126,7 @@ class LARS(LowBitOptimizer):
 
     family = "LARS"
     step_required = False
+    OF_TRUST = ("eps", "trust_clip", "zero_norm", "adapt", "weight_norm_bounds")
 
     def __init__(
         self,
@@ -151,6 +156,7 @@ class LARS(LowBitOptimizer):
         differentiable: bool = False,
         fused: bool | None = None,
     ) -> None:
+        _checks.bitsandbytes_order(percentile_clipping, "max_unorm")
         defaults = {
             "lr": lr, "momentum": momentum, "dampening": dampening, "weight_decay": weight_decay,
             "nesterov": nesterov, "optim_bits": optim_bits, "min_8bit_size": min_8bit_size,

@@ -66,6 +66,7 @@ class LowBitOptimizer(Optimizer):
 
     family: ClassVar[str]
     step_required: ClassVar[bool] = True  # in a checkpoint; torch.optim.SGD saves none
+    SAVED_MOMENTS: ClassVar[tuple[Moment, ...]] = ()  # that are converted, if a checkpoint has them
     _step_supports_amp_scaling = True
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
@@ -266,15 +267,20 @@ class LowBitOptimizer(Optimizer):
 
     def _check_saved(self, saved: Mapping[str, Any], p: Tensor, group: Mapping[str, Any]) -> None:
         """Raise for numbers that no step leaves in a parameter's state."""
-        _checkpoint.check_values(saved, p, self._moments(group))
+        _checkpoint.check_values(saved, p, {*self._moments(group), *self.SAVED_MOMENTS})
         if self.step_required and "step" not in saved:
             raise ValueError(f"it has no 'step', only {sorted(map(str, saved))}")
 
-    def _fitted(
-        self, saved: Mapping[str, Any], p: Tensor, group: Mapping[str, Any]
-    ) -> dict[str, Any]:
+    def _fitted(self, saved: dict[str, Any], p: Tensor, group: Mapping[str, Any]) -> dict[str, Any]:
         """A parameter's state, copied from `saved` and stored as `group` asks."""
+        saved = self._converted(saved, p, group)
         return _checkpoint.fitted(saved, p, self._moments(group), self._bits(p, group))
+
+    def _converted(
+        self, saved: dict[str, Any], p: Tensor, group: Mapping[str, Any]
+    ) -> dict[str, Any]:
+        """`saved` with the moments that `group` keeps, where it has others that say the same."""
+        return saved
 
     def _stored(
         self, p: Tensor, group: Mapping[str, Any], state: Mapping[str, Any]
@@ -386,7 +392,7 @@ class LowBitOptimizer(Optimizer):
         A new state is made where there is none, or where the one there is lacks something, is on
         another device than p or of another width or shape than it should be.
         """
-        state: dict[str, Any] = self.state.get(p, {})
+        state = self._converted(self.state.get(p, {}), p, group)
         stored = self._stored(p, group, state)
         missing = [key for key in stored if key.removesuffix("_absmax") not in state]
         if missing:

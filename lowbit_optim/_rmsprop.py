@@ -6,12 +6,15 @@ from collections.abc import Mapping
 from functools import lru_cache
 from typing import Any
 
+import torch
 from torch import Tensor
 
-from lowbit_optim_kernels.rules import Rule
-from lowbit_optim_kernels.rules_rmsprop import rmsprop_rule
+from lowbit_optim_kernels.dynamic8 import TOP_CODE
+from lowbit_optim_kernels.rules import Moment, Rule
+from lowbit_optim_kernels.rules_rmsprop import MEAN, SQUARE, VARIANCE, rmsprop_rule
 
-from . import _checks
+from . import _checkpoint, _checks
+from ._codec import dequantize_blockwise
 from ._optimizer import LowBitOptimizer
 from ._variants import fixed_bits
 
@@ -32,7 +35,7 @@ class RMSprop(LowBitOptimizer):
     Args:
         params: parameters, named parameters or parameter groups.
         lr: learning rate, a number or a tensor of one element. Default 1e-2.
-        alpha: decay rate of the squares and, if centered, of the mean. Default 0.99.
+        alpha: decay rate of the squares or, if centered, of variance and mean. Default 0.99.
         eps: added to the denominator. Default 1e-8.
         weight_decay: coupled (L2) weight decay. Default 0.
         momentum: decay of the momentum buffer. Default 0, which keeps none.
@@ -44,7 +47,7 @@ class RMSprop(LowBitOptimizer):
         min_8bit_size: tensors with fewer elements keep 32-bit state. Default 4096.
         percentile_clipping: clip the gradient's norm to this percentile (0..100) of the last 100
             steps' norms; 100 is off, the default.
-        block_wise: must be True (bitsandbytes compatibility).
+        block_wise: as in bitsandbytes; state is blockwise either way, and False warns.
         max_unorm: cap ||u|| at max_unorm ||p||; 0 is off, the default.
         maximize: ascend instead of descend. Default False.
         foreach, fused, capturable: as in torch.optim. All tensors of a group are always stepped
@@ -63,13 +66,15 @@ class RMSprop(LowBitOptimizer):
         (2012); centered: Graves, "Generating Sequences With Recurrent Neural Networks",
         arXiv:1308.0850 (2013).
 
-    Where it differs: 32-bit state and results are torch.optim.RMSprop's; the variance is computed
-    as alpha (v - a^2 + (1 - alpha) (d - a)^2) from the old v and a, which is equal and does not
-    cancel, so that 8-bit state cannot make it zero. bitsandbytes ignores `momentum` and refuses
-    `centered`; here both work. TensorFlow has eps inside the root.
+    Where it differs: 32-bit state and results are torch.optim.RMSprop's. With `optim_bits=8` and
+    `centered` the variance s = v - a^2 itself is the state, `variance` instead of `square_avg`,
+    since 8 bits cannot tell two nearly equal numbers apart: s = alpha (s + (1 - alpha) (d - a)^2)
+    with the old a, which is equal. `load_state_dict` turns each into the other. bitsandbytes
+    ignores `momentum` and refuses `centered`; here both work. TensorFlow has eps inside the root.
     """
 
     family = "RMSprop"
+    SAVED_MOMENTS = (SQUARE, MEAN, VARIANCE)
 
     def __init__(
         self,
@@ -112,10 +117,47 @@ class RMSprop(LowBitOptimizer):
         _checks.flag("centered", group["centered"])
 
     def _rule(self, group: Mapping[str, Any]) -> Rule:
-        return _rule(group["centered"], group["momentum"] != 0, group["max_unorm"] > 0)
+        as_torch = group["optim_bits"] == 32
+        return _rule(group["centered"], group["momentum"] != 0, group["max_unorm"] > 0, as_torch)
 
     def _hyper(self, group: Mapping[str, Any]) -> dict[str, float | Tensor]:
         return {name: group[name] for name in ("alpha", "eps", "weight_decay", "momentum")}
+
+    def _converted(
+        self, saved: dict[str, Any], p: Tensor, group: Mapping[str, Any]
+    ) -> dict[str, Any]:
+        """With the second moment that `group` keeps: the mean square or the variance."""
+        wanted = self._moments(group)[0]
+        if saved.get(VARIANCE.key) is not None:
+            kept, sound = VARIANCE, True
+        else:  # codes of a mean square, as an earlier version kept, know no variance
+            kept, sound = SQUARE, not (group["centered"] and f"{SQUARE.key}_absmax" in saved)
+        if saved.get(kept.key) is None or (wanted == kept and sound):
+            return saved
+        x, known = _read(saved, p, kept)
+        a, a_known = torch.zeros_like(x), torch.zeros_like(x)
+        if saved.get(MEAN.key) is not None:
+            a, a_known = _read(saved, p, MEAN)
+        variance = x
+        if kept == SQUARE:
+            slack = known + 2 * a.abs() * a_known + a_known * a_known
+            variance = torch.where(x > 0, torch.maximum(x - a * a, slack), 0.0)
+        converted = {k: v for k, v in saved.items() if k not in (kept.key, f"{kept.key}_absmax")}
+        return {**converted, wanted.key: variance if wanted == VARIANCE else variance + a * a}
+
+
+def _read(saved: Mapping[str, Any], p: Tensor, moment: Moment) -> tuple[Tensor, Tensor]:
+    """A saved moment's values, and how far from them what was rounded to them may have been."""
+    keys = (moment.key, f"{moment.key}_absmax")
+    stored = {key: saved[key] for key in keys if key in saved}
+    x = _checkpoint.fitted(stored, p, (moment,), 32)[moment.key]
+    codes = stored[moment.key]
+    if codes.dtype != torch.uint8:
+        return x, torch.finfo(codes.dtype).eps * x.abs()
+    codes, absmax = (value.to(p.device) for value in stored.values())
+    above = dequantize_blockwise(codes.clamp(max=TOP_CODE - 1) + 1, absmax, moment.signed, x.dtype)
+    below = dequantize_blockwise(codes.clamp(min=1) - 1, absmax, moment.signed, x.dtype)
+    return x, torch.maximum(above - x, x - below) / 2
 
 
 RMSprop8bit = fixed_bits(RMSprop, 8)

@@ -31,7 +31,7 @@ class SGD(LowBitOptimizer):
 
     Args:
         params: parameters, named parameters or parameter groups.
-        lr: learning rate, a number or a tensor of one element.
+        lr: learning rate, a number or a tensor of one element. Default 1e-3.
         momentum: decay of the momentum buffer. Default 0, which keeps no state.
         dampening: what is taken off the gradient's share. Default 0.
         weight_decay: coupled (L2) weight decay. Default 0.
@@ -42,7 +42,7 @@ class SGD(LowBitOptimizer):
         min_8bit_size: tensors with fewer elements keep 32-bit state. Default 4096.
         percentile_clipping: clip the gradient's norm to this percentile (0..100) of the last 100
             steps' norms; 100 is off, the default.
-        block_wise: must be True (bitsandbytes compatibility).
+        block_wise: as in bitsandbytes; state is blockwise either way, and False warns.
         max_unorm: cap ||u|| at max_unorm ||p||; 0 is off, the default.
         maximize: ascend instead of descend. Default False.
         foreach, fused, capturable: as in torch.optim. All tensors of a group are always stepped
@@ -70,7 +70,7 @@ class SGD(LowBitOptimizer):
     def __init__(
         self,
         params: Any,
-        lr: float | Tensor,
+        lr: float | Tensor = 1e-3,
         momentum: float = 0,
         dampening: float = 0,
         weight_decay: float = 0,

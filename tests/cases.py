@@ -30,10 +30,12 @@ class Case:
     """One optimizer with one set of options.
 
     `meaning` replaces `options` for the reference where the two spell an option differently.
-    `moments` maps the state's keys to the map that holds them in 8 bits. `rtol` bounds an fp32
-    engine against the float64 reference after a dozen steps; `nmse` the 8-bit movement against the
-    32-bit one. `moves_all`: the rule mixes elements, so a weight without gradient moves too.
-    `fused`: an engine runs the rule; otherwise it codes the moments and torch operators step.
+    `moments` maps the state's keys to the map that holds them in 8 bits. Where an 8-bit group keeps
+    other moments, `moments8` has them, and `rule8` is the naive rule that leaves them. `rtol`
+    bounds an fp32 engine against the float64 reference after a dozen steps; `nmse` the 8-bit
+    movement against the 32-bit one. `moves_all`: the rule mixes elements, so a weight without
+    gradient moves too. `fused`: an engine runs the rule; otherwise it codes the moments and torch
+    operators step.
     """
 
     name: str
@@ -41,6 +43,8 @@ class Case:
     rule: object
     moments: dict
     meaning: dict | None = None
+    moments8: dict | None = None
+    rule8: object = None
     lr: float = 0.01
     rtol: float = 3e-4
     nmse: float = 5e-4
@@ -59,15 +63,19 @@ class Case:
         cls = getattr(lowbit_optim, f"{self.name}{bits}bit")
         return cls(params, **{"lr": self.lr, **self.options, **more})
 
-    def reference(self, p, g, state, lr):
+    def stored(self, bits):
+        """The moments that a group of so many bits keeps."""
+        return self.moments8 if bits == 8 and self.moments8 is not None else self.moments
+
+    def reference(self, p, g, state, lr, rule=None):
         """One step of the naive rule."""
         options = self.options if self.meaning is None else self.meaning
-        return self.rule(p, g, state, lr=lr, **options)
+        return (rule or self.rule)(p, g, state, lr=lr, **options)
 
     def quantized(self, p, g, state, lr):
         """One step of the naive rule whose moments then go through the naive codec."""
-        p = self.reference(p, g, state, lr)
-        for key, signed in self.moments.items():
+        p = self.reference(p, g, state, lr, self.rule8)
+        for key, signed in self.stored(8).items():
             codes, absmax = reference_codec.encode(state[key].numpy(), signed)
             state[key] = torch.from_numpy(reference_codec.decode(codes, absmax, signed))
             state[f"{key}_codes"], state[f"{key}_absmax"] = codes, absmax
@@ -95,6 +103,10 @@ LARS = [
     _lars(max_unorm=0.0, lr=0.01),
     _lars(moments={}, momentum=0.0, weight_decay=0.1),
     _lars(maximize=True, percentile_clipping=5),
+    _lars(scale_at="lr", weight_decay=0.1),
+    _lars(scale_at="lr", max_unorm=0.0, nesterov=True, lr=0.01),
+    _lars(scale_at="lr", moments={}, momentum=0.0, weight_decay=0.1),
+    _lars(scale_at="update", weight_decay=0.1, skip_wd=True),
     _eta(),
     _eta(nesterov=True),
     _eta(dampening=0.5, maximize=True),
@@ -152,7 +164,16 @@ def _lion(**options):
 TRUST = {"trust_coefficient": 1.0, "weight_decay": 0.05}
 SLOW = {**ADAM, "exp_avg_slow": FIRST}
 SQUARE = {"square_avg": SECOND}
-CENTERED = {"square_avg": SECOND, "grad_avg": FIRST}
+
+
+def _centered(moments, **options):
+    first, first8 = {"square_avg": SECOND}, {"variance": SECOND}
+    return Case(
+        "RMSprop", {"centered": True, **options}, reference.rmsprop, {**first, **moments},
+        moments8={**first8, **moments}, rule8=reference.rmsprop_by_variance,
+    )  # fmt: skip
+
+
 CASES_FAMILY = [
     Case("LAMB", {}, reference.lamb, ADAM),
     Case("LAMB", {"max_unorm": 0.02, "weight_decay": 0.1}, reference.lamb, ADAM, lr=0.1),
@@ -170,7 +191,8 @@ CASES_FAMILY = [
     Case("RMSprop", {}, reference.rmsprop, SQUARE),
     Case("RMSprop", {"momentum": 0.9, "weight_decay": 0.1}, reference.rmsprop,
          {**SQUARE, **MOMENTUM}),
-    Case("RMSprop", {"centered": True, "alpha": 0.9}, reference.rmsprop, CENTERED),
+    _centered({"grad_avg": FIRST}, alpha=0.9),
+    _centered({"grad_avg": FIRST, **MOMENTUM}, momentum=0.9, weight_decay=0.1, maximize=True),
     Case("Adagrad", {}, reference.adagrad, {"sum": SECOND}),
     Case("Adagrad", {"lr_decay": 0.1, "initial_accumulator_value": 0.1, "weight_decay": 0.1},
          reference.adagrad, {"sum": SECOND}),

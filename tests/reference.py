@@ -190,6 +190,15 @@ def rmsprop(p, g, state, *, lr=1e-2, alpha=0.99, eps=1e-8, weight_decay=0.0, mom
     return p - lr * _capped(u, p, max_unorm)
 
 
+def rmsprop_by_variance(p, g, state, **options):
+    """Centered RMSprop that leaves `variance`, v - a^2, where the other leaves v: `square_avg`."""
+    a = state.get("grad_avg", torch.zeros_like(g))
+    state["square_avg"] = state.pop("variance", torch.zeros_like(g)) + a * a
+    p = rmsprop(p, g, state, **options)
+    state["variance"] = (state.pop("square_avg") - state["grad_avg"] ** 2).clamp(min=0)
+    return p
+
+
 def adagrad(p, g, state, *, lr=1e-2, lr_decay=0.0, weight_decay=0.0,
             initial_accumulator_value=0.0, eps=1e-10, max_unorm=0.0, maximize=False,
             percentile_clipping=100):  # fmt: skip

@@ -115,7 +115,7 @@ BAD = [
     ("LAMB", "adam_w_mode", "yes", TypeError),
     ("LAMB", "trust_coefficient", -1.0, ValueError),
     ("LAMB", "weight_norm_bounds", (2.0, 1.0), ValueError),
-    ("LAMB", "block_wise", False, ValueError),
+    ("LAMB", "block_wise", None, TypeError),
     ("LAMB", "max_unorm", -0.1, ValueError),
     ("LANS", "lower_bound", -1.0, ValueError),
     ("LANS", "upper_bound", float("inf"), ValueError),
@@ -123,7 +123,7 @@ BAD = [
     ("LANS", "clip_gradient", float("nan"), ValueError),
     ("Lion", "betas", (0.9, 1.0), ValueError),
     ("Lion", "betas", (0.9,), ValueError),
-    ("Lion", "is_paged", True, ValueError),
+    ("Lion", "is_paged", None, TypeError),
     ("RMSprop", "alpha", 1.0, ValueError),
     ("RMSprop", "alpha", -0.1, ValueError),
     ("RMSprop", "momentum", -0.1, ValueError),
@@ -135,7 +135,7 @@ BAD = [
     ("AdEMAMix", "alpha", -1.0, ValueError),
     ("AdEMAMix", "t_alpha", 0, ValueError),
     ("AdEMAMix", "t_beta3", 1.5, ValueError),
-    ("AdEMAMix", "is_paged", True, ValueError),
+    ("AdEMAMix", "is_paged", 1, TypeError),
     ("Eve", "target_rms", 0.0, ValueError),
     ("Eve", "target_rms", 10.5, ValueError),
     ("Eve", "target_rms", True, TypeError),
@@ -233,17 +233,8 @@ def test_centered_rmsprop_in_8_bits_survives_a_constant_gradient(engine, device)
     p, _ = stepped("RMSprop", options, grads, 8, parameter(device=device))
     q, _ = stepped("RMSprop", options, grads, 32, parameter(device=device))
     moved = (q - parameter(device=device)).abs().max()
-    assert ((p - q).abs() < 100 * moved).all()
+    assert ((p - q).abs() < 0.2 * moved).all()
     assert moved < 10
-
-
-def test_lamb_with_a_trust_coefficient_ignores_the_cap():
-    grads = [gradient(seed) for seed in range(3)]
-    runs = [
-        stepped("LAMB", {"trust_coefficient": 1.0, "max_unorm": cap}, grads)[0]
-        for cap in (0.0, 1e-6)
-    ]
-    assert torch.equal(*runs)
 
 
 @pytest.mark.parametrize("decay", [0.0, 0.1])

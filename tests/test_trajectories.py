@@ -64,7 +64,7 @@ def test_eight_bits_equal_the_reference_through_the_codec(engine, device, case):
         off = (p.detach().cpu().double() - want).abs() > case.rtol * want.abs().max()
         assert off.sum() <= 1 + 1e-3 * off.numel(), shape
         assert cases.distance(p, want) < 0.1, shape
-        for key in case.moments:
+        for key in case.stored(8):
             codes = state[key].cpu().numpy()
             assert codes.dtype == np.uint8
             wrong = (codes != expected[f"{key}_codes"]).sum()

@@ -97,11 +97,13 @@ def trust_ratio(
 
 
 @gives("keep", "take", "shrink", "rate", "inner", "wd")
-def prepare_lars(step, lr, momentum, dampening, weight_decay, skip_wd):
-    """As SGD; `inner` and `rate` are replaced where a trust ratio is asked for."""
+def prepare_lars(step, lr, momentum, dampening, weight_decay, skip_wd, scale_at):
+    """As SGD with lr outside or inside momentum; a trust ratio replaces `inner` and `rate`."""
     keep = where(step == 1.0, 0.0, momentum)
     take = where(step == 1.0, 1.0, 1.0 - dampening)
-    return keep, take, 1.0, lr, 1.0, where(skip_wd == 1.0, 0.0, weight_decay)
+    inner = where(scale_at == AT_LR, lr, 1.0)
+    rate = where(scale_at == AT_LR, 1.0, lr)
+    return keep, take, 1.0, rate, inner, where(skip_wd == 1.0, 0.0, weight_decay)
 
 
 TRUST = Phase(parameter_and_gradient_norms, trust_ratio)

@@ -1,0 +1,131 @@
+"""What LARS and LAMB do with settings of the trust ratio where there is none, and of the cap."""
+
+import math
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+import cases
+import lowbit_optim
+from lowbit_optim import LARS_PRESETS
+from protocol import give_gradients, identical, parameters, snapshot, train
+
+NEEDS_TRUST = {
+    "LARS": {
+        "eps": 1e-8, "trust_clip": True, "zero_norm": "denom", "adapt": "wd",
+        "weight_norm_bounds": (0.0, 10.0),
+    },
+    "LAMB": {"weight_norm_bounds": (0.0, 10.0)},
+}  # fmt: skip
+IN_VAIN = [
+    pytest.param(name, {}, argument, value, id=f"{name}-{argument}")
+    for name, given in NEEDS_TRUST.items()
+    for argument, value in given.items()
+]
+IN_VAIN += [
+    pytest.param(name, {"trust_coefficient": 0.01}, "max_unorm", 0.5, id=f"{name}-max_unorm")
+    for name in NEEDS_TRUST
+]
+CLASSES = pytest.mark.parametrize("variant", ["", "8bit", "32bit"])
+
+
+def build(name, params, **options):
+    return getattr(lowbit_optim, name)(params, **{"lr": 0.1, **options})
+
+
+def opposite(options):
+    """The same group with the trust ratio off where it is on, and on where it is off."""
+    return {"trust_coefficient": None if "trust_coefficient" in options else 0.01}
+
+
+@CLASSES
+@pytest.mark.parametrize(("name", "options", "argument", "value"), IN_VAIN)
+def test_a_setting_without_effect_is_refused_where_it_is_given(
+    name, variant, options, argument, value
+):
+    name += variant
+    with pytest.raises(ValueError, match=rf"{argument}.*trust_coefficient"):
+        build(name, parameters(), **options, **{argument: value})
+    with pytest.raises(ValueError, match=rf"{argument}.*trust_coefficient"):
+        build(name, [{"params": parameters(), **options, argument: value}])
+    optimizer = build(name, parameters(), **options)
+    before = snapshot(optimizer)
+    with pytest.raises(ValueError, match=rf"{argument}.*trust_coefficient"):
+        optimizer.add_param_group({"params": parameters(), argument: value})
+    assert identical(snapshot(optimizer), before)
+
+
+@pytest.mark.parametrize(("name", "options", "argument", "value"), IN_VAIN)
+def test_a_group_that_turns_the_ratio_on_or_off_inherits_the_rest(name, options, argument, value):
+    """And steps, saves, loads and moves to another optimizer with it."""
+    a, b = parameters()
+    groups = [{"params": [a]}, {"params": [b], **opposite(options)}]
+    optimizer = train(build(name, groups, **options, **{argument: value}), 2)
+    loaded = build(name, [{"params": [p]} for p in parameters()])
+    loaded.load_state_dict(optimizer.state_dict())
+    train(loaded, 1)
+    assert loaded.param_groups[1]["trust_coefficient"] == opposite(options)["trust_coefficient"]
+    copies = [{**group, "params": parameters()} for group in optimizer.param_groups]
+    again = type(optimizer)(copies, **optimizer.defaults)
+    assert len(again.param_groups) == 2
+
+
+def test_a_subclass_with_its_own_arguments():
+    class Mine(lowbit_optim.LARS8bit):
+        def __init__(self, params):
+            super().__init__(params, lr=0.1, momentum=0.9)
+
+    optimizer = Mine(parameters())
+    with pytest.raises(ValueError, match="eps"):
+        optimizer.add_param_group({"params": parameters(), "eps": 1e-8})
+
+
+@pytest.mark.parametrize("name", list(NEEDS_TRUST))
+@pytest.mark.parametrize("cap", [0, 0.0])
+def test_a_cap_of_zero_goes_with_a_trust_coefficient(name, cap):
+    options = {"trust_coefficient": 0.01}
+    build(name, parameters(), max_unorm=cap, **options)
+    optimizer = build(name, parameters(), args=SimpleNamespace(max_unorm=cap), **options)
+    optimizer.add_param_group({"params": parameters(), "max_unorm": cap})
+    build(name, parameters(), **options)
+
+
+def heavy_ball(p, gradients, rates, momentum, decay):
+    """SGD whose momentum holds lr times gradient, as Keras' SGD has it; float64."""
+    b = torch.zeros_like(p)
+    for g, lr in zip(gradients, rates, strict=True):
+        b = momentum * b + lr * (g + decay * p)
+        p = p - b
+    return p
+
+
+@pytest.mark.parametrize("preset", ["mlperf", "paper"])
+@pytest.mark.parametrize("bits", [8, 32])
+def test_mlperfs_skipped_tensors_are_momentum_sgd_with_lr_inside(engine, device, preset, bits):
+    """While lr changes, which is where lr inside and outside momentum differ."""
+    steps = 12 if engine != "triton" else 4
+    tracks = [cases.Track((300,)), cases.Track((9, 40))]
+    values, grads = cases.starts(tracks), cases.gradients(tracks, steps)
+    rates = [0.01 * 10 ** math.cos(2 * t) for t in range(steps)]
+    skipped, weight = cases.as_params(values, torch.float32, device)
+    off = {"trust_coefficient": None, "max_unorm": 0.0, "weight_decay": 0.0}
+    options = {"momentum": 0.9, "weight_decay": 0.1, **LARS_PRESETS[preset], "eps": 1e-7}
+    cls = getattr(lowbit_optim, f"LARS{bits}bit")
+    groups = [{"params": [weight]}, {"params": [skipped], **off}]
+    optimizer = cls(groups, lr=1.0, min_8bit_size=1, **options)
+    cases.walk(optimizer, [skipped, weight], grads, rates)
+    want = heavy_ball(values[0], [row[0] for row in grads], rates, 0.9, 0.0)
+    assert cases.distance(skipped, want) < (1e-5 if bits == 32 else 0.02)
+
+
+def test_the_cap_counts_a_learning_rate_inside_momentum():
+    """Then ||u|| has lr in it, and a step is at most max_unorm ||p|| long."""
+    for lr, bound in ((10.0, 0.02), (1e-4, None)):
+        (p,) = parameters(shapes=[(300,)])
+        before = p.detach().clone()
+        optimizer = lowbit_optim.LARS([p], lr=lr, scale_at="lr", momentum=0.9)
+        give_gradients([p], 0)
+        optimizer.step()
+        want = lr * float(p.grad.norm()) if bound is None else bound * float(before.norm())
+        assert float((p.detach() - before).norm()) == pytest.approx(want, rel=1e-3)
