@@ -184,7 +184,8 @@ class LARS(TrustOptimizer):
     def _rule(self, group: Mapping[str, Any]) -> Rule:
         trust = group["trust_coefficient"] is not None
         cap = group["max_unorm"] > 0 and not trust
-        return _rule(group["momentum"] != 0, group["nesterov"], trust, cap)
+        inside = group["scale_at"] == "lr" and not trust
+        return _rule(group["momentum"] != 0, group["nesterov"], trust, cap, inside)
 
     def _hyper(self, group: Mapping[str, Any]) -> dict[str, float | Tensor]:
         low, high = group["weight_norm_bounds"] or (0.0, math.inf)

@@ -97,13 +97,19 @@ def trust_ratio(
 
 
 @gives("keep", "take", "shrink", "rate", "inner", "wd")
-def prepare_lars(step, lr, momentum, dampening, weight_decay, skip_wd, scale_at):
-    """As SGD with lr outside or inside momentum; a trust ratio replaces `inner` and `rate`."""
+def prepare_lars(step, lr, momentum, dampening, weight_decay, skip_wd):
+    """As SGD; `inner` and `rate` are replaced where a trust ratio is asked for."""
     keep = where(step == 1.0, 0.0, momentum)
     take = where(step == 1.0, 1.0, 1.0 - dampening)
-    inner = where(scale_at == AT_LR, lr, 1.0)
-    rate = where(scale_at == AT_LR, 1.0, lr)
-    return keep, take, 1.0, rate, inner, where(skip_wd == 1.0, 0.0, weight_decay)
+    return keep, take, 1.0, lr, 1.0, where(skip_wd == 1.0, 0.0, weight_decay)
+
+
+@gives("keep", "take", "shrink", "rate", "inner", "wd")
+def prepare_lars_inside(step, lr, momentum, dampening, weight_decay, skip_wd):
+    """The same with lr inside momentum; a rule of its own, since `inner` is no constant here."""
+    keep = where(step == 1.0, 0.0, momentum)
+    take = where(step == 1.0, 1.0, 1.0 - dampening)
+    return keep, take, 1.0, 1.0, lr, where(skip_wd == 1.0, 0.0, weight_decay)
 
 
 TRUST = Phase(parameter_and_gradient_norms, trust_ratio)
@@ -116,9 +122,13 @@ def sgd(momentum: bool, nesterov: bool, cap: bool) -> Rule:
     return Rule("sgd", direction, prepare_sgd, moments, (CAP,) if cap else ())
 
 
-def lars(momentum: bool, nesterov: bool, trust: bool, cap: bool) -> Rule:
-    """The rule of LARS: `trust` for a trust coefficient, else `cap` for bitsandbytes' max_unorm."""
+def lars(momentum: bool, nesterov: bool, trust: bool, cap: bool, inside: bool) -> Rule:
+    """The rule of LARS: `trust` for a trust coefficient, else `cap` for bitsandbytes' max_unorm.
+
+    `inside` says that without a trust coefficient lr is inside momentum.
+    """
     direction = lars_nesterov if nesterov else lars_momentum if momentum else lars_plain
     moments = MOMENTUM if momentum else ()
     phases = (TRUST,) if trust else (CAP,) if cap else ()
-    return Rule("lars", direction, prepare_lars, moments, phases)
+    prepare = prepare_lars_inside if inside and not trust else prepare_lars
+    return Rule("lars", direction, prepare, moments, phases)
