@@ -75,6 +75,23 @@ def rounding(signed, engine):
     return 2.0**-24 * number + OF_GAP[engine] * np.diff(values)
 
 
+def other_codes(numel, encodings, engine):
+    """How many of `numel` numbers an engine may give another code, after some encodings of each.
+
+    A code may differ where the number, itself off by a few ulp, lies within `rounding` of a
+    midpoint. Over so short a distance numbers are spread evenly; a code that differs may lead to
+    others in later steps, so their shares add up. Allowed are four standard deviations, and two
+    for the tail of a small mean.
+    """
+    shares = []
+    for signed in (True, False):
+        number = 8 * 2.0**-24 * np.abs(midpoints(signed))
+        gap = np.diff(codebook(signed).astype(np.float64))
+        shares.append(np.max(2 * (rounding(signed, engine) + number) / gap))
+    mean = max(shares) * encodings * numel
+    return mean + 4 * mean**0.5 + 2
+
+
 def misplaced(x, signed, codes, expected, engine):
     """Indices of codes that rounding does not explain; x relative to absmax, all arrays flat."""
     codes, expected = codes.astype(int), expected.astype(int)
