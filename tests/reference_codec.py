@@ -47,6 +47,62 @@ def nearest(x, signed):
     )
 
 
+# What an engine may round off, in units of 2**-24, half an ulp of 1. First relative to the number:
+# 1 / absmax, the quotient (a whole ulp where it is rounded up), the slope (fitted to the codebook
+# within 2.5 ulp), and its product where multiply and add are not fused.
+OF_NUMBER = 1 + 2 + 5 + 1
+# Then relative to the end of a decade, as the affine value is: the offset, the sum, the half added
+# to round, how far the codebook, itself made in float32, lies off its line, and what is taken off
+# so that the tie next to zero turns.
+OF_DECADE = 0.5 + 1 + 1 + 1.5 + 0.5
+# Triton's affine value is the code less 128: half an ulp is up to 2**-18 of a gap, in product and
+# sum, and its lines miss a midpoint by up to 1e-5 of a gap. A line that only one midpoint fixes
+# may be five times as flat.
+OF_GAP = {"torch": 0.0, "numba": 0.0, "triton": 5 * (2 * 2.0**-18 + 1e-5)}
+
+
+def rounding(signed, engine):
+    """How far from each of the 255 midpoints an engine may still give the other code.
+
+    SPEC 1 lets engines differ only where float rounding puts a number on the other side of a
+    midpoint. All divide by absmax and take an affine function of the quotient within a decade;
+    this is the sum of what those operations may round off, relative to absmax.
+    """
+    values = codebook(signed).astype(np.float64)
+    lower = np.minimum(np.abs(values[:-1]), np.abs(values[1:]))
+    decade = 10.0 ** np.ceil(np.log10(np.maximum(lower, 1e-6)))
+    number = OF_NUMBER * np.abs(midpoints(signed)) + OF_DECADE * decade
+    return 2.0**-24 * number + OF_GAP[engine] * np.diff(values)
+
+
+def other_codes(numel, encodings, engine):
+    """How many of `numel` numbers an engine may give another code, after some encodings of each.
+
+    A code may differ where the number, itself off by a few ulp, lies within `rounding` of a
+    midpoint. Over so short a distance numbers are spread evenly; a code that differs may lead to
+    others in later steps, so their shares add up. Allowed are four standard deviations, and two
+    for the tail of a small mean.
+    """
+    shares = []
+    for signed in (True, False):
+        number = 8 * 2.0**-24 * np.abs(midpoints(signed))
+        gap = np.diff(codebook(signed).astype(np.float64))
+        shares.append(np.max(2 * (rounding(signed, engine) + number) / gap))
+    mean = max(shares) * encodings * numel
+    return mean + 4 * mean**0.5 + 2
+
+
+def misplaced(x, signed, codes, expected, engine):
+    """Indices of codes that rounding does not explain; x relative to absmax, all arrays flat."""
+    codes, expected = codes.astype(int), expected.astype(int)
+    differ = np.flatnonzero(codes != expected)
+    x, codes, expected = (np.asarray(a)[differ] for a in (x, codes, expected))
+    below = np.minimum(codes, expected)
+    distance = np.abs(x.astype(np.float64) - midpoints(signed)[below])
+    near = distance <= rounding(signed, engine)[below]
+    return differ[~near | (np.abs(codes - expected) != 1)]
+
+
 def layout(shape):
     """Shape of `absmax` for a tensor of `shape`: block rows, or blocks of the flattened tensor."""
     numel = int(np.prod(shape, dtype=np.int64))
@@ -82,11 +138,18 @@ def encode(x, signed, find=nearest):
     starts = np.flatnonzero(np.diff(index.ravel(), prepend=-1))  # blocks lie one after another
     absmax = np.maximum.reduceat(np.abs(clean).ravel(), starts) if x.size else np.zeros(0)
     absmax = absmax.astype(np.float32)
-    scale = absmax.astype(np.float64)[index]
-    codes = find(np.divide(clean, scale, out=np.zeros_like(clean), where=scale > 0), signed)
+    codes = find(relative(x, absmax), signed)
     if not signed:
         codes = np.where((codes == 0) & (clean > 0), 1, codes)
     return codes.astype(np.uint8), absmax.reshape(layout(x.shape))
+
+
+def relative(x, absmax):
+    """Every finite element over its block's scale, in float64; zero in a zero block."""
+    x = np.asarray(x)
+    scale = np.asarray(absmax, np.float64).ravel()[block_index(x.shape)]
+    clean = np.where(np.isfinite(x), x, 0).astype(np.float64)
+    return np.divide(clean, scale, out=np.zeros_like(clean), where=scale > 0)
 
 
 def decode(codes, absmax, signed):

@@ -57,20 +57,19 @@ print("same")
 
 def test_codes_are_the_nearest(cpu, tmp_path):
     script = """
+import numpy as np
+import reference_codec
+rng = np.random.default_rng(0)
 for signed in (True, False):
-    book = lowbit_optim.create_dynamic_map(signed).double()
-    middle = (book[1:] + book[:-1]) / 2
-    x = torch.cat([10.0 ** -(8 * torch.rand(20_000)), torch.zeros(1), torch.ones(1)])
-    x = x * torch.randn(len(x)).sign() if signed else x
-    x[-1] = 1.0
-    x = torch.cat([x, torch.zeros(-len(x) % 256)]).view(-1, 256)
-    x[:, 0] = 1.0
-    codes, absmax = lowbit_optim.quantize_blockwise(x.flatten(), signed)
-    want = torch.searchsorted(middle, x.flatten().double())
-    if not signed:  # a positive number never becomes zero
-        want = torch.where(x.flatten() > 0, want.clamp(min=1), want)
-    wrong = (codes.long() - want).abs()
-    assert int(wrong.max()) <= 1 and int((wrong > 0).sum()) <= 2, (signed, int((wrong > 0).sum()))
+    x = 10.0 ** -(8 * rng.random((400, reference_codec.BLOCK)))
+    x *= rng.choice([-1, 1], x.shape) if signed else 1
+    x[:, 0], x[:, 1] = 1.0, 0.0
+    x = x.astype(np.float32).ravel()
+    codes, _ = lowbit_optim.quantize_blockwise(torch.from_numpy(x), signed)
+    want, absmax = reference_codec.encode(x, signed)
+    relative = reference_codec.relative(x, absmax)
+    bad = reference_codec.misplaced(relative, signed, codes.numpy(), want, "numba")
+    assert not len(bad), (signed, relative[bad])
 print("nearest")
 """
     assert run(cpu, script, tmp_path) == "nearest"

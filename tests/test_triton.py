@@ -243,7 +243,7 @@ def test_codes_are_the_nearest(signed):
         codes, absmax = lowbit_optim.quantize_blockwise(torch.from_numpy(x).to(DEVICE), signed)
     assert (absmax == 1).all()
     expected, _ = reference_codec.encode(x, signed)
-    assert (codes.cpu().numpy() != expected).mean() < 1e-4
+    assert not len(reference_codec.misplaced(x, signed, codes.cpu().numpy(), expected, "triton"))
 
 
 @pytest.mark.parametrize("up", [True, False])
