@@ -132,6 +132,12 @@ class Cain(EagerOptimizer):
         vectors = {_vector(dim): (size,) for dim, size in enumerate(p.shape)}
         return {"scale_exp_avg_sq": (), **vectors}
 
+    def _new_extra(
+        self, key: str, shape: tuple[int, ...], p: Tensor, group: Mapping[str, Any]
+    ) -> Tensor:
+        start = super()._new_extra(key, shape, p, group)
+        return start if key == "scale_exp_avg_sq" else start + 1.0
+
     def _update(self, work: Work) -> Tensor:
         group, p, g, t = work.group, work.p, work.g, work.t
         beta1, beta2 = group["betas"]

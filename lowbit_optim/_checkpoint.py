@@ -104,7 +104,6 @@ def _check_groups(groups: Any) -> None:
     """Refuse parameter groups that are not a list of dicts, each with a list of parameters."""
     if not isinstance(groups, (list, tuple)):
         raise ValueError(f"state_dict['param_groups'] must be a list, got {_named(groups)}")
-    seen: set[Any] = set()
     for i, group in enumerate(groups):
         where = f"parameter group {i} of state_dict"
         if not isinstance(group, Mapping):
@@ -113,9 +112,8 @@ def _check_groups(groups: Any) -> None:
         if not isinstance(params, (list, tuple)):
             raise ValueError(f"{where} must have a list 'params', got {_named(params)}")
         for index in params:
-            if not isinstance(index, (int, str)) or index in seen:
-                raise ValueError(f"{where} lists the parameter {index!r}, which is none, or twice")
-            seen.add(index)
+            if not isinstance(index, (int, str)):
+                raise ValueError(f"{where} lists the parameter {index!r}, which is none")
 
 
 def merged_groups(
@@ -155,9 +153,12 @@ def saved_states(
 ) -> Iterator[tuple[str, Tensor, Mapping[str, Any], dict[str, Any]]]:
     """Each parameter that has saved state: what it is called, itself, its group, that state."""
     states = dict(state_dict["state"])
+    named: dict[Any, Tensor] = {}
     for group, old in zip(groups, state_dict["param_groups"], strict=True):
         for p, index in zip(group["params"], old["params"], strict=True):
             where = f"parameter {index!r} of shape {tuple(p.shape)}"
+            if named.setdefault(index, p) is not p:
+                raise ValueError(f"state_dict's parameter groups list {where} for another one, too")
             saved = states.pop(index, None)
             if saved is not None and not isinstance(saved, Mapping):
                 raise ValueError(f"the state of {where} must be a dict, got {_named(saved)}")
@@ -181,7 +182,7 @@ def check_values(saved: Mapping[str, Any], p: Tensor, moments: Iterable[Moment])
         if isinstance(value, Tensor) and value.device.type == "meta" and p.device.type != "meta":
             raise ValueError(f"{key!r} is a tensor on the meta device, which has no values")
     if "step" in saved:
-        _as_step(saved["step"])
+        as_step(saved["step"])
     if "gnorm_vec" in saved:
         _check_history(saved["gnorm_vec"])
     for moment in moments:
@@ -189,7 +190,7 @@ def check_values(saved: Mapping[str, Any], p: Tensor, moments: Iterable[Moment])
             _check_moment(saved, p, moment)
 
 
-def _as_step(value: Any) -> int:
+def as_step(value: Any) -> int:
     """The number of steps that a checkpoint says have been taken."""
     if isinstance(value, Tensor) and (value.numel() != 1 or value.is_complex()):
         raise ValueError(f"'step' must be one number, got a tensor of shape {tuple(value.shape)}")
@@ -229,9 +230,12 @@ def _check_moment(saved: Mapping[str, Any], p: Tensor, moment: Moment) -> None:
         return
     require_dense(moment.key, value)
     value = value.detach()
-    # An infinite square freezes its weight, as in torch.optim; no other number is harmless.
+    # An infinite square freezes its weight, as in torch.optim; no other such number is harmless,
+    # unless the weight is lost already.
     good = value.isfinite() if moment.signed else value >= 0
-    if not bool(good.to(p.device).logical_or(~p.detach().isfinite()).all()):
+    if p.device.type != "meta":
+        good = good.to(p.device) | ~p.detach().isfinite()
+    if not bool(good.all()):
         allowed = "finite" if moment.signed else ">= 0"
         raise ValueError(f"{moment.key!r} has elements that are not {allowed}")
 
@@ -276,7 +280,7 @@ def fitted(
         used |= {moment.key, f"{moment.key}_absmax"}
     state.update(_fitted_moments(saved, p, moments, bits))
     # torch.optim.SGD counts no steps: a momentum buffer says that there has been one.
-    step = _as_step(saved.get("step", 1))
+    step = as_step(saved.get("step", 1))
     state["step"] = torch.tensor(step, dtype=STEP_DTYPE, device=p.device)
     if "gnorm_vec" in saved:
         state["gnorm_vec"] = _copy(saved["gnorm_vec"], p.device, torch.float32)

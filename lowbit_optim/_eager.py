@@ -18,7 +18,7 @@ from torch import Tensor
 
 from lowbit_optim_kernels.dispatch import engine_for, load_engine
 from lowbit_optim_kernels.dynamic8 import Layout
-from lowbit_optim_kernels.plan import GNORM_HISTORY
+from lowbit_optim_kernels.plan import GNORM_HISTORY, STEP_DTYPE
 from lowbit_optim_kernels.rules import Moment
 
 from . import _checkpoint
@@ -144,7 +144,8 @@ class EagerOptimizer(LowBitOptimizer):
         state = super()._fitted(saved, p, group)
         if not state:
             return state
-        state["step"] = state["step"].to("cpu")
+        steps = _checkpoint.as_step(saved["step"])
+        state["step"] = torch.tensor(steps, dtype=STEP_DTYPE, device="cpu")
         for key, shape in self._extras(p, group, state).items():
             value = state.get(key)
             found = tuple(value.shape) if isinstance(value, Tensor) else value
@@ -237,8 +238,9 @@ def _check_extra(key: str, value: Any) -> None:
     _checkpoint.require_dense(key, value)
     if not bool(value.isfinite().all()):
         raise ValueError(f"{key!r} has elements that are not finite")
-    squared = key.endswith("_sq") or key.startswith("param_rms")
-    if squared and bool((value < 0).any()):
+    if key.startswith("param_rms_") and bool((value <= 0).any()):
+        raise ValueError(f"{key!r} has elements that are not positive")
+    if (key.endswith("_sq") or key == "param_rms") and bool((value < 0).any()):
         raise ValueError(f"{key!r} has elements that are negative")
 
 

@@ -44,7 +44,9 @@ def _checked(config: Mapping[str, Any]) -> dict[str, Any]:
         if key not in _settings:
             allowed = ", ".join(sorted(_settings))
             raise ValueError(f"an override names the unknown setting {key!r}; there are: {allowed}")
-    _checks.common(resolved({**COMMON, **config}))
+    settings = resolved({**COMMON, **config})
+    _checks.initial_learning_rate(settings["lr"])
+    _checks.common(settings)
     return dict(config)
 
 

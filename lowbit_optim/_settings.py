@@ -8,6 +8,7 @@ tensors on an accelerator, which are not read back.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from operator import is_
 from typing import Any
 
 import numpy as np
@@ -25,7 +26,8 @@ def without_numpy(value: Any) -> Any:
     if isinstance(value, dict):
         return {key: without_numpy(item) for key, item in value.items()}
     if type(value) in (list, tuple):
-        return type(value)(map(without_numpy, value))
+        items = type(value)(map(without_numpy, value))
+        return value if all(map(is_, items, value)) else items
     return value
 
 

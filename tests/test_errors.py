@@ -265,7 +265,7 @@ def of_another_class(saved):
 
 
 def with_a_bad_setting(saved):
-    saved["param_groups"][0]["lr"] = -1.0
+    saved["param_groups"][0]["lr"] = NAN
 
 
 def with_nothing(saved):

@@ -77,6 +77,8 @@ def test_numpy_and_tensors_are_as_numbers(case, kind):
     numbers = {"lr": 0.03125, "weight_decay": 0.0625, "eps": 2.0**-20, "betas": (0.5, 0.75)}
     taken = build(case, 8, parameters()).param_groups[0]
     numbers = {key: x for key, x in numbers.items() if key in taken}
+    if case.name == "LARS":
+        del numbers["eps"]  # needs a trust coefficient
     if len(taken.get("betas", ())) == 3:
         numbers["betas"] = (0.5, 0.75, 0.875)
 
