@@ -23,7 +23,8 @@ from lowbit_optim_kernels.rules import Moment
 
 from . import _checkpoint
 from ._codec import dequantize_blockwise
-from ._optimizer import LowBitOptimizer, Stored
+from ._optimizer import LowBitOptimizer
+from ._state import Stored
 
 
 @dataclass

@@ -4,42 +4,23 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping
-from typing import Any, ClassVar, NamedTuple, overload
+from typing import Any, ClassVar, overload
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
 from lowbit_optim_kernels import dispatch
-from lowbit_optim_kernels.dynamic8 import TOP_CODE, ZERO_CODE, Layout
-from lowbit_optim_kernels.plan import GNORM_HISTORY, STEP_DTYPE, Batch, Slot
+from lowbit_optim_kernels.dynamic8 import Layout
+from lowbit_optim_kernels.plan import Batch, Slot
 from lowbit_optim_kernels.rules import Moment, Rule
 
-from . import _checkpoint, _checks, _manager
+from . import _checkpoint, _checks, _gradients, _manager, _state
 from ._found import Found
 from ._settings import Settings, resolved, without_numpy
+from ._state import Stored
 
 STATE_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
-
-
-class Stored(NamedTuple):
-    """A tensor of a parameter's state: how it is stored, and what it is filled with at first."""
-
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-    device: torch.device
-    start: float = 0.0
-
-    def like(self, x: Any) -> bool:
-        """Whether a value is stored so."""
-        if not isinstance(x, Tensor) or (x.shape, x.dtype, x.device) != self[:3]:
-            return False
-        return x.layout == torch.strided and x.is_contiguous()
-
-
-def _wide(p: Tensor) -> torch.dtype:
-    """The dtype of a parameter's 32-bit state."""
-    return torch.float64 if p.dtype == torch.float64 else torch.float32
 
 
 def _add_header(optimizer: Any, state_dict: dict[str, Any]) -> None:
@@ -287,20 +268,9 @@ class LowBitOptimizer(Optimizer):
         self, p: Tensor, group: Mapping[str, Any], state: Mapping[str, Any]
     ) -> dict[str, Stored]:
         """Every tensor that a step wants in a parameter's state; `state` is what there is."""
-        stored = {"step": Stored((), STEP_DTYPE, p.device)}
-        if group["percentile_clipping"] < 100:
-            stored["gnorm_vec"] = Stored((GNORM_HISTORY,), torch.float32, p.device, -1.0)
-        for moment in self._moments(group):
-            start = self._start(moment.key, group)
-            if self._bits(p, group) == 8:
-                code, scales = TOP_CODE if start else ZERO_CODE[moment.signed], Layout.of(p.shape)
-                stored[moment.key] = Stored(p.shape, torch.uint8, p.device, code)
-                stored[f"{moment.key}_absmax"] = Stored(
-                    scales.absmax_shape, torch.float32, p.device, start
-                )
-            else:
-                stored[moment.key] = Stored(p.shape, _wide(p), p.device, start)
-        return stored
+        clips, bits = group["percentile_clipping"] < 100, self._bits(p, group)
+        starts = {moment: self._start(moment.key, group) for moment in self._moments(group)}
+        return _state.stored(p, starts, bits, clips)
 
     def _new(self, key: str, stored: Stored, p: Tensor, group: Mapping[str, Any]) -> Tensor:
         """How a state begins."""
@@ -312,34 +282,8 @@ class LowBitOptimizer(Optimizer):
         return torch.full(stored.shape, stored.start, dtype=stored.dtype, device=stored.device)
 
     def _gradient(self, p: Tensor) -> Tensor:
-        g = p.grad
-        assert g is not None
-        if hasattr(p, "placements"):
-            raise RuntimeError(
-                f"{type(self).__name__} does not step DTensor parameters (got placements "
-                f"{p.placements}); use DDP, or keep the parameter whole"
-            )
-        if g.is_sparse or g.layout != torch.strided:
-            raise RuntimeError(
-                f"{type(self).__name__} does not support sparse gradients; "
-                "use sparse=False in the layer, or torch.optim.SparseAdam"
-            )
-        if g.shape != p.shape:
-            raise RuntimeError(
-                f"{type(self).__name__}: a parameter of shape {tuple(p.shape)} has a gradient of "
-                f"shape {tuple(g.shape)}"
-            )
-        if g.device != p.device:
-            raise RuntimeError(
-                f"{type(self).__name__}: a parameter is on {p.device} and its gradient on "
-                f"{g.device}; move the model before constructing the optimizer"
-            )
-        if torch._debug_has_internal_overlap(p) == 1:
-            raise RuntimeError(
-                f"{type(self).__name__}: a parameter of shape {tuple(p.shape)} and strides "
-                f"{p.stride()} has elements that share memory, as an expanded tensor has; clone it"
-            )
-        return g.resolve_neg().contiguous()
+        """A parameter's gradient as the engines read it, checked."""
+        return _gradients.checked(p, type(self).__name__)
 
     def _gradients(self, group: Mapping[str, Any]) -> list[tuple[Tensor, Tensor, str]]:
         """Each parameter that has a gradient, with its gradient and engine; checked."""

@@ -1,0 +1,47 @@
+"""What a parameter and its gradient must be to be stepped."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def checked(p: Tensor, name: str) -> Tensor:
+    """A parameter's gradient as the engines read it: contiguous, without a negative bit.
+
+    Args:
+        p: a parameter that has a gradient.
+        name: the optimizer's, for errors.
+
+    Raises:
+        RuntimeError: for a DTensor, a sparse gradient, one of another shape or on another device
+            than the parameter, or a parameter whose elements share memory.
+    """
+    g = p.grad
+    assert g is not None
+    if hasattr(p, "placements"):
+        raise RuntimeError(
+            f"{name} does not step DTensor parameters (got placements "
+            f"{p.placements}); use DDP, or keep the parameter whole"
+        )
+    if g.is_sparse or g.layout != torch.strided:
+        raise RuntimeError(
+            f"{name} does not support sparse gradients; "
+            "use sparse=False in the layer, or torch.optim.SparseAdam"
+        )
+    if g.shape != p.shape:
+        raise RuntimeError(
+            f"{name}: a parameter of shape {tuple(p.shape)} has a gradient of "
+            f"shape {tuple(g.shape)}"
+        )
+    if g.device != p.device:
+        raise RuntimeError(
+            f"{name}: a parameter is on {p.device} and its gradient on "
+            f"{g.device}; move the model before constructing the optimizer"
+        )
+    if torch._debug_has_internal_overlap(p) == 1:
+        raise RuntimeError(
+            f"{name}: a parameter of shape {tuple(p.shape)} and strides "
+            f"{p.stride()} has elements that share memory, as an expanded tensor has; clone it"
+        )
+    return g.resolve_neg().contiguous()
