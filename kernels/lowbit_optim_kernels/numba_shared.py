@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from .numba_source import DRIVER, GSCALE, INNER, STEP
+from .numba_source import GSCALE, INNER, STEP
 from .numba_threads import share
 
 
@@ -64,14 +64,14 @@ import numpy as np
 from lowbit_optim_kernels.numba_element import *
 
 
-{DRIVER}
+{INNER}
 def add_up(chunks, partial, sums):
     for c in range(chunks.shape[0]):
         for k in range(sums.shape[1]):
             sums[chunks[c, 0], k] += partial[c, k]
 
 
-{DRIVER}
+{INNER}
 def clip(address, scalars, sums, percentile, live):
     last = address.shape[1] - 1
     sorted_squares = np.empty(100, np.float32)

@@ -36,7 +36,6 @@ SIZE = {"f32": 4, "bf16": 2, "f16": 2}
 SPARE = 1024  # bytes of scratch for one padded operand
 ROW = 2 * 1024  # bytes of scratch for one moment: a block's numbers, and those of the one before
 
-DRIVER = '@njit(nogil=True, error_model="numpy")'
 INNER = '@njit(nogil=True, error_model="numpy")'
 # Into the function that threads run, so that it is compiled once.
 INLINED = INNER[:-1] + ', inline="always")'
@@ -86,7 +85,7 @@ def _scalar_driver(
     body.append(_call(fn))
     body += [f"scalars[t, {SCALARS + columns.index(given)}] = {given}" for given in fn.gives]
     head = [
-        DRIVER,
+        INNER,
         f"def {name}(address, geometry, hyper, scalars, {arguments}):",
         "    for t in range(address.shape[0]):",
     ]
