@@ -31,7 +31,7 @@ GPU_TESTS := tests/test_gpu.py tests/test_triton.py tests/test_step.py
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test peers lint format types docs wheel gpu-check bench clean
+.PHONY: help demo test test-all peers lint format types docs wheel gpu-check bench clean
 
 help:  ## list the targets
 	@$(PYTHON) -c 'import re; print("\n".join("%-10s %s" % t for t in re.findall(r"(?m)^([a-z-]+):.*?## +(.*)", open("Makefile").read())))'
@@ -39,7 +39,10 @@ help:  ## list the targets
 demo: $(DEV)  ## train with 32-bit and 8-bit optimizers and compare them
 	$(PY) -m benchmarks.compare $(ARGS)
 
-test: $(DEV)  ## run the tests
+test: $(DEV)  ## run the tests but the slowest
+	$(PY) -m pytest --numprocesses $(JOBS) -m "not slow" $(ARGS)
+
+test-all: $(DEV)  ## run all tests
 	$(PY) -m pytest --numprocesses $(JOBS) $(ARGS)
 
 peers: $(PEERS)  ## compare with the optimizers of other libraries
