@@ -32,15 +32,19 @@ def header(family: str) -> dict[str, Any]:
     return {"format_version": FORMAT_VERSION, "optimizer": family}
 
 
-def with_saved_steps(state: Mapping[Any, dict[str, Any]]) -> dict[Any, dict[str, Any]]:
+def with_saved_steps(state: Mapping[Any, Any]) -> dict[Any, Any]:
     """A state dict's states with `step` as torch's optimizers save it, in fp32 while that is exact.
 
     In memory it is an integer, because fp32 stops counting at 2**24.
     """
     return {
-        key: {**one, "step": _saved_step(one["step"])} if "step" in one else one
+        key: {**one, "step": _saved_step(one["step"])} if _counts(one) else one
         for key, one in state.items()
     }
+
+
+def _counts(one: Any) -> bool:
+    return isinstance(one, Mapping) and isinstance(one.get("step"), Tensor)
 
 
 def _saved_step(step: Tensor) -> Tensor:
@@ -164,11 +168,16 @@ def saved_states(
                 raise ValueError(f"the state of {where} must be a dict, got {_named(saved)}")
             if saved:
                 yield where, p, group, {k: x for k, x in saved.items() if x is not None}
-    if states:
-        raise ValueError(
-            f"state_dict['state'] has an entry {next(iter(states))!r}, which no parameter group "
-            "lists"
-        )
+    for key, value in states.items():
+        if isinstance(value, Mapping):
+            raise ValueError(f"state_dict['state'] has an entry {key!r}, which no group lists")
+
+
+def other_entries(state_dict: Mapping[str, Any]) -> dict[Any, Any]:
+    """What a user has put beside the parameters' states, which torch's optimizers carry along."""
+    listed = {index for group in state_dict["param_groups"] for index in group["params"]}
+    entries = state_dict["state"].items()
+    return {key: _copied(value) for key, value in entries if key not in listed}
 
 
 def as_state(state: Mapping[Tensor, dict[str, Any]]) -> defaultdict[Tensor, dict[str, Any]]:

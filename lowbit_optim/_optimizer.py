@@ -190,12 +190,13 @@ class LowBitOptimizer(Optimizer):
         for index, group in enumerate(groups):
             with _checkpoint.refusing(f"parameter group {index} of state_dict"):
                 self._validate(resolved({**self.defaults, **group}))
-        state = {}
+        state: dict[Any, Any] = {}
         for where, p, its_group, saved in _checkpoint.saved_states(groups, state_dict):
             ((_, part),) = self._overridden({**resolved(its_group), "params": [p]})
             with _checkpoint.refusing(f"state_dict does not fit {name}: {where}"):
                 self._check_saved(saved, p, part)
                 state[p] = self._fitted(saved, p, part)
+        state.update(_checkpoint.other_entries(state_dict))
         self.__setstate__({"state": _checkpoint.as_state(state), "param_groups": groups})
         for post_hook in self._optimizer_load_state_dict_post_hooks.values():
             post_hook(self)
