@@ -167,16 +167,17 @@ def _victim(seed):
 
 
 def killed(folder, count, seed, a_round=5):
-    """Kill processes at random moments of their first step, `a_round` at one folder each time.
+    """Kill `count` processes at random moments of their first step, `a_round` tries a folder.
 
-    After each round the next process runs, and finds or compiles what it needs. Returns how many
+    A fast machine is often done before, so that there are more tries than kills. After each round the next process runs, and finds or compiles what it needs. Returns how many
     were killed, and the numbers and warnings of those that ran to their end.
     """
     draw = random.Random(seed)
     whole = in_a_fork(first_step, LOWBIT_OPTIM_CACHE_DIR=str(Path(folder) / "cache_whole"))
     seconds = 1.1 * whole["seconds"]
-    kills, survivors = 0, [whole]
-    for k in range(-(-count // a_round)):
+    kills, survivors, k = 0, [whole], 0
+    while kills < count:
+        k += 1
         settings = {"LOWBIT_OPTIM_CACHE_DIR": str(Path(folder) / f"cache_{k}")}
         for _ in range(a_round):
             victim_seed = draw.randrange(1 << 30)

@@ -172,7 +172,7 @@ def test_processes_killed_while_they_compile(tmp_path):
     count = int(os.environ.get(KILLS, "10"))
     script = f"print(json.dumps(killed({str(tmp_path)!r}, {count}, seed=9)))"
     result = steps(script, timeout=3500)
-    assert result["killed"] >= count // 2
+    assert result["killed"] >= count
     assert len(result["numbers"]) == 1
     assert not result["warnings"]
 

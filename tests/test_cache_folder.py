@@ -316,6 +316,7 @@ with lowbit_optim.use_engine("torch"):
 torch.testing.assert_close(p, q)
 print(caught[0].message)
 """
-    message = python(script, TRITON_INTERPRET="1", **{VARIABLE: nowhere})
+    settings = {VARIABLE: nowhere, "XDG_CACHE_HOME": None, "TRITON_INTERPRET": "1"}
+    message = python(script, **settings)
     assert nowhere in message
     assert "every process compiles its own" in message
