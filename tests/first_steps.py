@@ -169,8 +169,9 @@ def _victim(seed):
 def killed(folder, count, seed, a_round=5):
     """Kill `count` processes at random moments of their first step, `a_round` tries a folder.
 
-    A fast machine is often done before, so that there are more tries than kills. After each round the next process runs, and finds or compiles what it needs. Returns how many
-    were killed, and the numbers and warnings of those that ran to their end.
+    A fast machine is often done before, so that there are more tries than kills. After each round
+    the next process runs, and finds or compiles what it needs. Returns how many were killed, and
+    the numbers and warnings of those that ran to their end.
     """
     draw = random.Random(seed)
     whole = in_a_fork(first_step, LOWBIT_OPTIM_CACHE_DIR=str(Path(folder) / "cache_whole"))
