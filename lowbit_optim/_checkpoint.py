@@ -170,7 +170,9 @@ def saved_states(
                 yield where, p, group, {k: x for k, x in saved.items() if x is not None}
     for key, value in states.items():
         if isinstance(value, Mapping):
-            raise ValueError(f"state_dict['state'] has an entry {key!r}, which no group lists")
+            raise ValueError(
+                f"state_dict['state'] has an entry {key!r}, which no parameter group lists"
+            )
 
 
 def other_entries(state_dict: Mapping[str, Any]) -> dict[Any, Any]:
