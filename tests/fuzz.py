@@ -60,7 +60,8 @@ def unfit_state(state):
     for key, value in state.items():
         if not isinstance(value, torch.Tensor) or not value.is_floating_point():
             continue
-        if not bool(value.isfinite().all()):
+        frozen = value == math.inf if key in NON_NEGATIVE else False  # a weight that stands still
+        if not bool((value.isfinite() | frozen).all()):
             return f"{key} is not finite"
         if (key in NON_NEGATIVE or str(key).endswith("_absmax")) and bool((value < 0).any()):
             return f"{key} is negative"
