@@ -187,6 +187,8 @@ def by_checkpoint(world, rng):
     values = [x for state in states for x in state.values() if isinstance(x, torch.Tensor)]
     if not all(bool(x.isfinite().all()) for x in values):
         return  # as 32-bit state is after a gradient that is not finite, which a load may refuse
+    for optimizer in (world.optimizer, world.twin):  # stored as it is asked for since an override
+        optimizer.load_state_dict(optimizer.state_dict())
     fresh = world.resumed(world.optimizer)
     settle(world.optimizer, fresh)
     settle(world.twin, fresh)
