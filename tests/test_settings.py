@@ -4,7 +4,6 @@ What is refused is refused in `step`, before anything has changed, as in `load_s
 """
 
 import copy
-import io
 import warnings
 
 import numpy as np
@@ -23,21 +22,15 @@ from protocol import (
     snapshot,
     train,
 )
+from test_checkpoint import saved_and_loaded
 from test_errors import BAD_IN_GROUPS, REFUSALS
 
 ADAMW = lowbit_optim.AdamW8bit
 
 
-def through_a_file(saved):
-    file = io.BytesIO()
-    torch.save(saved, file)
-    file.seek(0)
-    return torch.load(file, weights_only=True)
-
-
 def resumes(optimizer, fresh):
     """Whether a fresh optimizer continues from a file as the one that was saved."""
-    fresh.load_state_dict(through_a_file(optimizer.state_dict()))
+    fresh.load_state_dict(saved_and_loaded(optimizer.state_dict()))
     for p, q in zip(all_parameters(fresh), all_parameters(optimizer), strict=True):
         p.data.copy_(q.data)
     train(optimizer, 2, first=50)
@@ -229,6 +222,6 @@ def test_numpy_in_other_places():
     optimizer = ADAMW(groups, lr=np.float32(0.5), min_8bit_size=np.int64(1), amsgrad=np.bool_(True))
     scheduler = lowbit_optim.Eden(optimizer, np.float32(10), np.int64(2))
     scheduler.step_batch(np.int64(3))
-    saved = through_a_file([optimizer.state_dict(), scheduler.state_dict()])
+    saved = saved_and_loaded([optimizer.state_dict(), scheduler.state_dict()])
     assert saved[0]["param_groups"][0]["amsgrad"] is True
     assert saved[1]["batch"] == 3
