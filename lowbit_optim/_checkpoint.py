@@ -18,6 +18,7 @@ from lowbit_optim_kernels.rules import Moment
 from . import _manager
 from ._codec import dequantize_blockwise, quantize_blockwise
 from ._settings import without_numpy
+from ._state import compute_dtype
 
 KEY = "lowbit_optim"
 FORMAT_VERSION = 1
@@ -321,7 +322,7 @@ def _fitted_moments(
             continue
         if scales is not None:
             value = dequantize_blockwise(value.to(p.device), scales, moment.signed)
-        wide[moment] = _copy(value, p.device, torch.promote_types(p.dtype, torch.float32))
+        wide[moment] = _copy(value, p.device, compute_dtype(p))
     if bits == 8 and wide:  # as in a step, an element with one bad moment starts again in all
         finite = torch.stack([x.isfinite() for x in wide.values()]).all(0)
         wide = {moment: torch.where(finite, x, 0.0) for moment, x in wide.items()}

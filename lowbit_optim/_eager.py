@@ -24,7 +24,7 @@ from lowbit_optim_kernels.rules import Moment
 from . import _checkpoint
 from ._codec import dequantize_blockwise
 from ._optimizer import LowBitOptimizer
-from ._state import Stored
+from ._state import Stored, compute_dtype
 
 
 @dataclass
@@ -48,11 +48,6 @@ class Work:
     group: Mapping[str, Any]
     state: dict[str, Any]
     moments: dict[str, Tensor]
-
-
-def compute_dtype(p: Tensor) -> torch.dtype:
-    """The dtype that a parameter's step is computed in."""
-    return torch.float64 if p.dtype == torch.float64 else torch.float32
 
 
 def _sum_dtype(x: Tensor) -> torch.dtype:

@@ -13,7 +13,8 @@ from torch import Tensor
 from lowbit_optim_kernels.rules import TINY, Moment
 
 from . import _checks, _rate_matrices
-from ._eager import EagerOptimizer, Work, compute_dtype, dot, rms
+from ._eager import EagerOptimizer, Work, dot, rms
+from ._state import compute_dtype
 from ._variants import fixed_bits
 
 SIZE_PERIOD = 4  # steps from one change of a tensor's size to the next

@@ -73,9 +73,9 @@ class LowBitOptimizer(Optimizer):
 
     def _check_given(self, group: Mapping[str, Any]) -> None:
         """Raise for settings that a user may not write; a step may come to others."""
-        group = without_numpy(dict(group))
-        _checks.initial_learning_rate(group["lr"])
-        self._validate(resolved(group))
+        settings = resolved(group)
+        _checks.initial_learning_rate(settings["lr"])
+        self._validate(settings)
 
     # What a front-end supplies.
 

@@ -28,8 +28,8 @@ class Stored(NamedTuple):
         return x.layout == torch.strided and x.is_contiguous()
 
 
-def _wide(p: Tensor) -> torch.dtype:
-    """The dtype of a parameter's 32-bit state."""
+def compute_dtype(p: Tensor) -> torch.dtype:
+    """The dtype of a parameter's 32-bit state, and that its step is computed in."""
     return torch.float64 if p.dtype == torch.float64 else torch.float32
 
 
@@ -47,7 +47,7 @@ def stored(p: Tensor, starts: Mapping[Moment, float], bits: int, clips: bool) ->
         tensors["gnorm_vec"] = Stored((GNORM_HISTORY,), torch.float32, p.device, -1.0)
     for moment, start in starts.items():
         if bits == 32:
-            tensors[moment.key] = Stored(p.shape, _wide(p), p.device, start)
+            tensors[moment.key] = Stored(p.shape, compute_dtype(p), p.device, start)
             continue
         code, scales = TOP_CODE if start else ZERO_CODE[moment.signed], Layout.of(p.shape)
         tensors[moment.key] = Stored(p.shape, torch.uint8, p.device, code)
