@@ -12,7 +12,7 @@ import torch
 
 from benchmarks import measure, registry, workloads
 from benchmarks.worker import emit
-from lowbit_optim_kernels.dynamic8 import TOP_CODE, ZERO_CODE
+from lowbit_optim_kernels.formats.dynamic8 import TOP_CODE, ZERO_CODE
 
 _REPORT_EVERY = 5
 

@@ -22,7 +22,7 @@ from rich.table import Table
 
 import lowbit_optim
 from benchmarks import machine_code, report, traffic
-from lowbit_optim_kernels import engine_triton
+from lowbit_optim_kernels.engines.triton import engine as engine_triton
 from lowbit_optim_kernels.rules import Rule
 
 LOCAL_RESULTS = Path(__file__).resolve().parent / "results" / "local"

@@ -16,7 +16,7 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks import instructions, machine_code, report
-from lowbit_optim_kernels import engine_triton
+from lowbit_optim_kernels.engines.triton import engine as engine_triton
 
 OPTIMIZERS = ["SGD", "AdamW", "LARS", "LAMB", "LANS"]
 TILES = ((True, 16), (False, 16), (False, 1))

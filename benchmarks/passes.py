@@ -24,7 +24,7 @@ from rich.table import Table
 from benchmarks import measure, registry, report, traffic, verify
 from benchmarks.compare import LOCAL_RESULTS
 from benchmarks.speed import AIMS
-from lowbit_optim_kernels import numba_threads
+from lowbit_optim_kernels.engines.numba import threads as numba_threads
 
 LARGE, SMALL = 1 << 24, 64 * 256  # elements
 REPEATED = 64

@@ -22,7 +22,8 @@ from rich.console import Console
 import lowbit_optim
 from benchmarks import measure, report
 from benchmarks.compare import LOCAL_RESULTS
-from lowbit_optim_kernels import dispatch, triton_plan
+from lowbit_optim_kernels import dispatch
+from lowbit_optim_kernels.engines.triton import plan as triton_plan
 from lowbit_optim_kernels.plan import Batch
 
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 
 from benchmarks import registry
-from lowbit_optim_kernels.lower import reads
+from lowbit_optim_kernels.codegen.analysis import reads
 from lowbit_optim_kernels.rules import Phase, Rule
 
 STATE = {8: 1 + 4 / 256, 32: 4.0}  # bytes of one element of a moment: a code and its share of scale

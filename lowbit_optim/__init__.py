@@ -2,8 +2,8 @@
 
 from lowbit_optim_kernels.dispatch import EngineChoice as EngineChoice
 from lowbit_optim_kernels.dispatch import engine_for as engine_for
-from lowbit_optim_kernels.dynamic8 import create_dynamic_map as create_dynamic_map
-from lowbit_optim_kernels.engine_request import use_engine as use_engine
+from lowbit_optim_kernels.engines.request import use_engine as use_engine
+from lowbit_optim_kernels.formats.dynamic8 import create_dynamic_map as create_dynamic_map
 
 from ._adagrad import Adagrad as Adagrad
 from ._adagrad import Adagrad8bit as Adagrad8bit

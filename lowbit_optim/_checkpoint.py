@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lowbit_optim_kernels.dynamic8 import Layout
+from lowbit_optim_kernels.formats.dynamic8 import Layout
 from lowbit_optim_kernels.plan import GNORM_HISTORY, STEP_DTYPE
 from lowbit_optim_kernels.rules import Moment
 

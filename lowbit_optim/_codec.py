@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from lowbit_optim_kernels.dispatch import engine_for, load_engine
-from lowbit_optim_kernels.dynamic8 import Layout
+from lowbit_optim_kernels.formats.dynamic8 import Layout
 
 
 @torch.no_grad()

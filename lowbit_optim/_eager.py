@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from lowbit_optim_kernels.dispatch import engine_for, load_engine
-from lowbit_optim_kernels.dynamic8 import Layout
+from lowbit_optim_kernels.formats.dynamic8 import Layout
 from lowbit_optim_kernels.plan import GNORM_HISTORY, STEP_DTYPE
 from lowbit_optim_kernels.rules import Moment
 

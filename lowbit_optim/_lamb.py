@@ -10,7 +10,7 @@ from typing import Any
 from torch import Tensor
 
 from lowbit_optim_kernels.rules import Rule
-from lowbit_optim_kernels.rules_lamb import lamb_rule
+from lowbit_optim_kernels.rules.lamb import lamb_rule
 
 from . import _checks
 from ._trust import TrustOptimizer

@@ -10,7 +10,7 @@ from typing import Any
 from torch import Tensor
 
 from lowbit_optim_kernels.rules import Rule
-from lowbit_optim_kernels.rules_lans import lans_rule
+from lowbit_optim_kernels.rules.lans import lans_rule
 
 from . import _checks
 from ._optimizer import LowBitOptimizer

@@ -9,8 +9,8 @@ from typing import Any
 
 from torch import Tensor
 
-from lowbit_optim_kernels import rules_sgd
 from lowbit_optim_kernels.rules import Rule
+from lowbit_optim_kernels.rules import sgd as rules_sgd
 
 from . import _checks
 from ._trust import TrustOptimizer

@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from lowbit_optim_kernels.rules import Rule
-from lowbit_optim_kernels.rules_lion import lion_rule
+from lowbit_optim_kernels.rules.lion import lion_rule
 
 from . import _checks
 from ._optimizer import LowBitOptimizer

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lowbit_optim_kernels import dispatch
-from lowbit_optim_kernels.dynamic8 import Layout
+from lowbit_optim_kernels.formats.dynamic8 import Layout
 from lowbit_optim_kernels.plan import Batch, Slot
 from lowbit_optim_kernels.rules import Moment, Rule
 

@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lowbit_optim_kernels.dynamic8 import TOP_CODE
+from lowbit_optim_kernels.formats.dynamic8 import TOP_CODE
 from lowbit_optim_kernels.rules import Moment, Rule
-from lowbit_optim_kernels.rules_rmsprop import MEAN, SQUARE, VARIANCE, rmsprop_rule
+from lowbit_optim_kernels.rules.rmsprop import MEAN, SQUARE, VARIANCE, rmsprop_rule
 
 from . import _checkpoint, _checks
 from ._codec import dequantize_blockwise

@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from lowbit_optim_kernels.rules import Rule
-from lowbit_optim_kernels.rules_sgd import sgd
+from lowbit_optim_kernels.rules.sgd import sgd
 
 from . import _checks
 from ._optimizer import LowBitOptimizer

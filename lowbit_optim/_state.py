@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from lowbit_optim_kernels.dynamic8 import TOP_CODE, ZERO_CODE, Layout
+from lowbit_optim_kernels.formats.dynamic8 import TOP_CODE, ZERO_CODE, Layout
 from lowbit_optim_kernels.plan import GNORM_HISTORY, STEP_DTYPE
 from lowbit_optim_kernels.rules import Moment
 

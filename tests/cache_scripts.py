@@ -5,7 +5,7 @@ import os
 
 import pytest
 
-from lowbit_optim_kernels import module_cache
+from lowbit_optim_kernels.codegen import module_cache
 from protocol import python
 
 VARIABLE = module_cache.CACHE_VARIABLE

@@ -29,7 +29,7 @@ WITHOUT_HALF = "lacks instructions for float16"
 
 @cache
 def numba_lacks_half():
-    from lowbit_optim_kernels import engines
+    from lowbit_optim_kernels.engines import registry as engines
 
     return WITHOUT_HALF in str(engines.NUMBA.declines(torch.device("cpu"), torch.float16))
 

@@ -20,7 +20,8 @@ import numba
 import torch
 
 import lowbit_optim
-from lowbit_optim_kernels import dispatch, numba_cache
+from lowbit_optim_kernels import dispatch
+from lowbit_optim_kernels.engines.numba import cache as numba_cache
 
 
 def numbers(optimizer):

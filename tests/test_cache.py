@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from cache_scripts import FORK, MODES, STEP, VARIABLE, steps
-from lowbit_optim_kernels import module_cache
+from lowbit_optim_kernels.codegen import module_cache
 from protocol import python
 
 pytest.importorskip("numba")

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from cache_scripts import FORK, MODES, STEP, VARIABLE, steps
-from lowbit_optim_kernels import module_cache, private_folder
+from lowbit_optim_kernels.codegen import module_cache, private_folder
 from protocol import python
 
 pytest.importorskip("numba")
@@ -196,7 +196,7 @@ def test_planted_code_does_not_run(tmp_path):
     home.mkdir()
     script = f"""
 import os, pickle
-from lowbit_optim_kernels.module_cache import _digest
+from lowbit_optim_kernels.codegen.module_cache import _digest
 folder, marker = Path({str(folder)!r}), {str(marker)!r}
 
 class Planted:

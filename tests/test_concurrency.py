@@ -208,7 +208,7 @@ class Share:
 @pytest.fixture
 def run_in_pool(monkeypatch):
     """`numba_threads.run` where there is no OpenMP, as in a forked child."""
-    numba_threads = pytest.importorskip("lowbit_optim_kernels.numba_threads")
+    numba_threads = pytest.importorskip("lowbit_optim_kernels.engines.numba.threads")
     monkeypatch.setattr(numba_threads, "_openmp", lambda: None)
     return numba_threads.run
 
@@ -250,7 +250,7 @@ def test_a_job_that_is_interrupted_ends_when_its_helpers_have(run_in_pool):
 
 def test_a_thread_that_cannot_start_leaves_nothing_for_later(run_in_pool, monkeypatch):
     """Its job would be over by then, and the job's memory another's."""
-    numba_threads = pytest.importorskip("lowbit_optim_kernels.numba_threads")
+    numba_threads = pytest.importorskip("lowbit_optim_kernels.engines.numba.threads")
     monkeypatch.setattr(numba_threads, "_pool", numba_threads._Pool())
 
     def refuse(thread):

@@ -10,11 +10,12 @@ import torch
 
 import lowbit_optim
 from lowbit_optim import EngineChoice, engine_for, use_engine
-from lowbit_optim_kernels import dispatch, engines
+from lowbit_optim_kernels import dispatch
+from lowbit_optim_kernels.engines import registry as engines
 from protocol import identical, parameters, python, snapshot, train
 
 pytest.importorskip("numba")
-from lowbit_optim_kernels import numba_threads
+from lowbit_optim_kernels.engines.numba import threads as numba_threads
 
 VARIABLE = "LOWBIT_OPTIM_ENGINE"
 HALF_TO_SINGLE = (torch.float32, torch.bfloat16, torch.float16)

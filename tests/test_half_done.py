@@ -121,7 +121,7 @@ import signal, threading
 import torch, lowbit_optim
 import llvmlite.binding  # imported already: an import that is broken off is another matter
 import numba
-from lowbit_optim_kernels import engine_numba
+from lowbit_optim_kernels.engines.numba import engine as engine_numba
 p = torch.nn.Parameter(torch.ones(5000))
 p.grad = torch.ones(5000)
 optimizer = lowbit_optim.LAMB8bit([p], lr=0.1, percentile_clipping=5)

@@ -8,7 +8,12 @@ import pytest
 pytest.importorskip("numba")
 from numba.core.registry import CPUDispatcher
 
-MODULES = ("numba_codec", "numba_element", "numba_memory", "numba_scalar")
+MODULES = (
+    "engines.numba.element",
+    "engines.numba.memory",
+    "engines.numba.scalar",
+    "formats.dynamic8.numba",
+)
 
 
 def test_compiled_helpers_have_names_of_their_own():

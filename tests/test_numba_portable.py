@@ -18,7 +18,7 @@ pytestmark = [
 ]
 START = """
 import torch, lowbit_optim
-from lowbit_optim_kernels import numba_codec
+from lowbit_optim_kernels.formats.dynamic8 import numba as numba_codec
 assert not numba_codec.HAS_AVX512
 
 def walk(engine, cls, dtype, **options):

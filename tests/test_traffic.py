@@ -14,16 +14,9 @@ import pytest
 import torch
 
 from benchmarks import registry, traffic
-from lowbit_optim_kernels import numba_element, numba_source
-from lowbit_optim_kernels import rules_adagrad as adagrad
-from lowbit_optim_kernels import rules_adam as adam
-from lowbit_optim_kernels import rules_ademamix as ademamix
-from lowbit_optim_kernels import rules_eve as eve
-from lowbit_optim_kernels import rules_lamb as lamb
-from lowbit_optim_kernels import rules_lans as lans
-from lowbit_optim_kernels import rules_lion as lion
-from lowbit_optim_kernels import rules_rmsprop as rmsprop
-from lowbit_optim_kernels import rules_sgd as sgd
+from lowbit_optim_kernels.engines.numba import element as numba_element
+from lowbit_optim_kernels.engines.numba import source as numba_source
+from lowbit_optim_kernels.rules import adagrad, adam, ademamix, eve, lamb, lans, lion, rmsprop, sgd
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "traffic.md"
 FACTORIES = (
@@ -139,7 +132,7 @@ def touched(rule, name, kind, bits):
     recorder = Recorder(["p", "g", "step", *keys, *(f"absmax_{key}" for key in keys)])
     text = numba_source.element_module(rule, kind, kind, bits)
     names = recorder.namespace()
-    imported = "from lowbit_optim_kernels.numba_element import *"
+    imported = "from lowbit_optim_kernels.engines.numba.element import *"
     assert imported in text
     exec(text.replace(imported, ""), names)
     columns = len(recorder.operands)

@@ -15,13 +15,11 @@ import reference_codec
 
 pytest.importorskip("triton", reason="the Triton engine needs the triton package")
 
-from lowbit_optim_kernels import (
-    engine_triton,
-    triton_kinds,
-    triton_plan,
-    triton_source,
-    triton_tables,
-)
+from lowbit_optim_kernels.engines.triton import engine as engine_triton
+from lowbit_optim_kernels.engines.triton import kinds as triton_kinds
+from lowbit_optim_kernels.engines.triton import plan as triton_plan
+from lowbit_optim_kernels.engines.triton import source as triton_source
+from lowbit_optim_kernels.formats.dynamic8 import triton_tables
 
 pytestmark = pytest.mark.gpu  # `make gpu-check` runs these tests too
 

@@ -103,7 +103,7 @@ import torch
 from triton.backends.compiler import GPUTarget
 from benchmarks.instructions import CHIPS, rule_of
 from benchmarks.machine_code import count
-from lowbit_optim_kernels import engine_triton as engine
+from lowbit_optim_kernels.engines.triton import engine
 
 bf16 = torch.bfloat16
 rule = rule_of("LARS")
@@ -129,7 +129,7 @@ import torch
 from triton.backends.compiler import GPUTarget
 from benchmarks.instructions import CHIPS, rule_of
 from benchmarks.machine_code import count
-from lowbit_optim_kernels import engine_triton as engine
+from lowbit_optim_kernels.engines.triton import engine
 
 kinds = [
     (p, p, bits, whole, align)

@@ -17,8 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .engine_request import request
-from .engines import ENGINES, FALLBACK, default_engine
+from .engines.registry import ENGINES, FALLBACK, default_engine
+from .engines.request import request
 from .plan import Batch, Run
 
 

@@ -1,0 +1,1 @@
+"""From a rule to modules of compiled code, and where these are kept."""

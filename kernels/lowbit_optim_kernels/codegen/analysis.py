@@ -1,0 +1,122 @@
+"""From a rule to source text: what the compiled engines share.
+
+Each engine writes a module per rule (and dtypes), which `module_cache` imports.
+"""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import textwrap
+from collections.abc import Iterable
+
+from ..rules import PRIMITIVES, Rule, RuleFunction
+
+
+def reads(fn: RuleFunction) -> tuple[str, ...]:
+    """Names that a rule function reads."""
+    return tuple(inspect.signature(fn).parameters)
+
+
+class _Plain(ast.NodeTransformer):
+    """Drop docstrings, decorators and annotations; optionally wrap or rename things."""
+
+    def __init__(self, literal: str | None, suffix: str, renamed: set[str]) -> None:
+        self.literal, self.suffix, self.renamed = literal, suffix, renamed
+
+    def visit_FunctionDef(self, node: ast.FunctionDef) -> ast.FunctionDef:
+        node.decorator_list, node.returns = [], None
+        for argument in node.args.args:
+            argument.annotation = None
+        if ast.get_docstring(node) is not None:
+            node.body = node.body[1:]
+        node.name += self.suffix
+        self.generic_visit(node)
+        return node
+
+    def visit_Name(self, node: ast.Name) -> ast.Name:
+        if node.id in self.renamed:
+            node.id += self.suffix
+        return node
+
+    def visit_Constant(self, node: ast.Constant) -> ast.expr:
+        if self.literal and isinstance(node.value, float):
+            wrapped = ast.parse(f"{self.literal}({node.value!r})", mode="eval")
+            return wrapped.body
+        return node
+
+
+def _globals_used(fn: RuleFunction) -> list[str]:
+    names = [name for name in fn.__code__.co_names if name not in PRIMITIVES]
+    return [name for name in names if name in fn.__globals__]
+
+
+def functions_source(
+    functions: Iterable[RuleFunction], decorator: str, literal: str | None = None, suffix: str = ""
+) -> str:
+    """Source of rule functions, and of the rule functions and numbers that they use.
+
+    Args:
+        functions: rule functions.
+        decorator: text of the decorator, e.g. "@njit".
+        literal: wrap float literals in a call of this name, so that they do not widen fp32.
+        suffix: appended to the names, so that one module can hold two versions.
+    """
+    done: dict[str, str] = {}
+
+    def add(fn: RuleFunction) -> None:
+        if fn.__name__ in done:
+            return
+        used = {name: fn.__globals__[name] for name in _globals_used(fn)}
+        for name, value in used.items():
+            if callable(value):
+                add(value)
+            else:
+                wrapped = f"{literal}({value!r})" if literal else repr(value)
+                done[name] = f"{name}{suffix} = {wrapped}\n"
+        tree = ast.parse(textwrap.dedent(inspect.getsource(fn)))
+        plain = _Plain(literal, suffix, set(used))
+        text = ast.unparse(ast.fix_missing_locations(plain.visit(tree)))
+        done[fn.__name__] = f"{decorator}\n{text}\n"
+
+    for fn in functions:
+        add(fn)
+    return "\n\n".join(done.values())
+
+
+def scalar_functions(rule: Rule) -> tuple[RuleFunction, ...]:
+    """The functions of a rule that run once per tensor."""
+    return (rule.prepare, *(phase.combine for phase in rule.phases))
+
+
+def element_functions(rule: Rule) -> tuple[RuleFunction, ...]:
+    """The functions of a rule that run once per element."""
+    return (rule.direction, *(phase.terms for phase in rule.phases))
+
+
+def element_names(rule: Rule) -> set[str]:
+    """Names that stand for one element, not for a per-tensor value."""
+    return {"p", "g", "u", *(moment.key for moment in rule.moments)}
+
+
+def element_scalars(rule: Rule, functions: Iterable[RuleFunction]) -> list[str]:
+    """Per-tensor values and hyperparameters that element functions read, each once."""
+    names: dict[str, None] = {}
+    for fn in functions:
+        names.update(dict.fromkeys(reads(fn)))
+    return [name for name in names if name not in element_names(rule)]
+
+
+def hyper_names(rule: Rule) -> list[str]:
+    """Hyperparameters that any function of the rule reads, in order of first use."""
+    given = {"step", "numel", *element_names(rule), *rule.scalars()}
+    given |= {name for phase in rule.phases for name in phase.terms.gives}
+    names: dict[str, None] = {}
+    for fn in (*scalar_functions(rule), *element_functions(rule)):
+        names.update(dict.fromkeys(name for name in reads(fn) if name not in given))
+    return list(names)
+
+
+def indent(lines: Iterable[str], spaces: int) -> str:
+    """Lines of code, indented, as one text."""
+    return "\n".join(" " * spaces + line for line in lines)

@@ -1,0 +1,1 @@
+"""The engines, one package or module each, and the registry of them."""

@@ -1,0 +1,260 @@
+"""The CPU engine: the rules through Numba and LLVM, all tensors of a group in one call per pass.
+
+Blocks are dealt out in chunks to threads (`numba_threads`). Results do not depend on their number:
+sums are formed per chunk and then added in a fixed order.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+from dataclasses import dataclass
+from functools import cache
+from types import ModuleType
+from typing import Any
+
+import llvmlite
+import numba
+import numpy as np
+import torch
+from torch import Tensor
+
+from ...codegen.analysis import hyper_names
+from ...codegen.module_cache import import_source
+from ...formats.dynamic8 import BLOCK
+from ...plan import Batch, Slot, clips, phase_count
+from ...rules import Rule
+from . import cache as numba_cache
+from . import shared as numba_shared
+from . import source as numba_source
+from . import threads as numba_threads
+
+NAME = "numba"
+KIND = {torch.float32: "f32", torch.bfloat16: "bf16", torch.float16: "f16"}
+CHUNK = 64  # blocks
+ALONE = 1 << 16  # elements; fewer are not worth waking a thread for
+
+_HELPERS = (
+    "engines.numba.element",
+    "engines.numba.memory",
+    "engines.numba.scalar",
+    "engines.numba.vector",
+    "formats.dynamic8.numba",
+    "formats.dynamic8.numba_tables",
+)
+
+
+@cache
+def _depends() -> tuple[str, ...]:
+    """What compiled code depends on beside its own text."""
+    modules = [importlib.import_module(f"lowbit_optim_kernels.{name}") for name in _HELPERS]
+    versions = (numba.__version__, llvmlite.__version__, np.__version__)
+    return (*versions, *map(inspect.getsource, modules))
+
+
+@cache
+def _scalars(rule: Rule) -> ModuleType:
+    source = numba_source.scalar_module(rule)
+    module = import_source(f"{rule.name}_scalar", source, _depends())
+    return numba_cache.keep(module, ["begin", *(f"combine_{k}" for k in range(len(rule.phases)))])
+
+
+@cache
+def _elements(rule: Rule, p_kind: str, g_kind: str, bits: int) -> ModuleType:
+    source = numba_source.element_module(rule, p_kind, g_kind, bits)
+    return import_source(f"{rule.name}_{p_kind}_{g_kind}_{bits}", source, _depends())
+
+
+@cache
+def _shared() -> ModuleType:
+    module = import_source("shared", numba_shared.SHARED, _depends())
+    return numba_cache.keep(module, ["add_up", "clip"])
+
+
+@dataclass
+class _Bucket:
+    """Slots of a batch that one compiled function takes, and how they are cut up."""
+
+    passes: dict[str, Any]  # compiled functions by name
+    chunks: np.ndarray  # int64 (chunks, 3): tensor, first block, blocks
+    elements: int
+
+
+@dataclass
+class _Plan:
+    """What depends only on the shapes, dtypes and rule of a batch; kept from step to step."""
+
+    key: tuple
+    buckets: list[_Bucket]
+    geometry: np.ndarray
+    scalars: np.ndarray
+    address: np.ndarray
+
+    def tables(self, bucket: _Bucket, hyper: np.ndarray) -> list[int]:
+        """Addresses of what a pass over a bucket works on."""
+        arrays = (self.address, self.geometry, bucket.chunks, hyper, self.scalars)
+        return [array.ctypes.data for array in arrays]
+
+
+def _key(slot: Slot) -> tuple:
+    kinds = (slot.p.dtype, slot.g.dtype, slot.bits, slot.gnorm_vec is not None)
+    return (*kinds, slot.rows, slot.row, slot.numel)
+
+
+def _chunks(slots: list[Slot], members: list[int]) -> np.ndarray:
+    rows = []
+    for t in members:
+        blocks = slots[t].rows * -(-slots[t].row // BLOCK)
+        rows += [(t, b, min(CHUNK, blocks - b)) for b in range(0, blocks, CHUNK)]
+    return np.array(rows, dtype=np.int64).reshape(-1, 3)
+
+
+def _geometry(slot: Slot) -> tuple[int, int, int, int]:
+    """rows, row, blocks per row, global numel; rows of whole blocks are one long row."""
+    if slot.row % BLOCK == 0:
+        numel = slot.rows * slot.row
+        return 1, numel, numel // BLOCK, slot.numel
+    return slot.rows, slot.row, -(-slot.row // BLOCK), slot.numel
+
+
+def _compiled(module: ModuleType, names: list[str]) -> dict[str, Any]:
+    """Passes of a module, compiled before a step begins: a step that has begun can be finished."""
+    return {name: numba_threads.compiled_share(module, f"{name}_share") for name in names}
+
+
+def _make_plan(batch: Batch, key: tuple) -> _Plan:
+    slots, rule = batch.slots, batch.rule
+    members: dict[tuple, list[int]] = {}
+    for t, slot in enumerate(slots):
+        kinds = (KIND[slot.p.dtype], KIND[slot.g.dtype], slot.bits if rule.moments else 32)
+        members.setdefault(kinds, []).append(t)
+    names = [f"reduce_{k}" for k in range(len(rule.phases))]
+    names += ["update", *(["reduce_clip"] if clips(batch) else [])]
+    buckets = [
+        _Bucket(
+            _compiled(_elements(rule, *kinds), names),
+            _chunks(slots, group),
+            sum(slots[t].p.numel() for t in group),
+        )
+        for kinds, group in members.items()
+    ]
+    geometry = [_geometry(slot) for slot in slots]
+    columns = numba_source.MOMENTS + 2 * len(rule.moments) + 1
+    return _Plan(
+        key=key,
+        buckets=buckets,
+        geometry=np.array(geometry, dtype=np.int64),
+        scalars=np.zeros((len(slots), numba_source.SCALARS + len(rule.scalars()))),
+        address=np.zeros((len(slots), columns), dtype=np.int64),
+    )
+
+
+def _plan(batch: Batch) -> _Plan:
+    plan = batch.cache.get("plan")
+    if plan is not None and batch.again and plan.key[0] == batch.rule:
+        plan.address[:, numba_source.G] = [slot.g.data_ptr() for slot in batch.slots]
+        return plan
+    key = (batch.rule, *map(_key, batch.slots))
+    if plan is None or plan.key != key:
+        plan = batch.cache["plan"] = _make_plan(batch, key)
+    moments = len(batch.rule.moments)
+    plan.address[:] = [slot.addresses(moments) for slot in batch.slots]
+    return plan
+
+
+class NumbaRun:
+    """A step of one batch; see `plan.Run`."""
+
+    def __init__(self, batch: Batch) -> None:
+        self._own_gradients(batch)
+        self.batch = batch
+        self.phases = phase_count(batch)
+        self.plan = _plan(batch)
+        values = [float(batch.hyper[name]) for name in hyper_names(batch.rule)]
+        self.hyper = np.array(values, dtype=np.float64)
+        self.live = batch.found_inf is None or float(batch.found_inf) == 0.0
+        self.threads = torch.get_num_threads()
+
+    @staticmethod
+    def _own_gradients(batch: Batch) -> None:
+        for slot in batch.slots:
+            if slot.g.dtype not in KIND:
+                slot.g = slot.g.float()
+
+    def begin(self) -> None:
+        scale = -1.0 if self.batch.maximize else 1.0
+        if self.batch.grad_scale is not None:
+            scale /= float(self.batch.grad_scale)
+        plan, module = self.plan, _scalars(self.batch.rule)
+        module.begin(plan.address, plan.geometry, self.hyper, plan.scalars, scale, self.live)
+
+    def reduce(self, phase: int) -> Tensor:
+        rule, plan = self.batch.rule, self.plan
+        first = clips(self.batch)
+        if first and phase == 0:
+            names, name = 1, "reduce_clip"
+        else:
+            names, name = len(rule.phases[phase - first].terms.gives), f"reduce_{phase - first}"
+        sums = np.zeros((len(self.batch.slots), names))
+        for bucket in plan.buckets:
+            partial = np.empty((len(bucket.chunks), names))
+            self._pass(bucket, name, partial)
+            _shared().add_up(bucket.chunks, partial, sums)
+        return torch.from_numpy(sums)
+
+    def combine(self, phase: int, sums: Tensor) -> None:
+        plan, first = self.plan, clips(self.batch)
+        values = sums.contiguous().numpy()
+        if first and phase == 0:
+            percentile, live = self.batch.percentile, self.live
+            _shared().clip(plan.address, plan.scalars, values, percentile, live)
+            return
+        function = getattr(_scalars(self.batch.rule), f"combine_{phase - first}")
+        function(plan.address, plan.geometry, self.hyper, plan.scalars, values)
+
+    def finish(self) -> None:
+        if not self.live:
+            return
+        for bucket in self.plan.buckets:
+            self._pass(bucket, "update")
+
+    def cancel(self) -> None:
+        if self.live:
+            torch._foreach_sub_([slot.step for slot in self.batch.slots], 1)
+
+    def _pass(self, bucket: _Bucket, name: str, partial: np.ndarray | None = None) -> None:
+        work = [len(self.batch.slots), len(self.hyper), *self.plan.tables(bucket, self.hyper)]
+        if partial is not None:
+            work.append(partial.ctypes.data)
+        threads = self.threads if bucket.elements > ALONE else 1
+        numba_threads.run(bucket.passes[name], len(bucket.chunks), threads, work)
+
+
+def start(batch: Batch) -> NumbaRun:
+    """Begin a step of a batch of CPU slots in fp32, bf16 or fp16."""
+    return NumbaRun(batch)
+
+
+def quantize(x: Tensor, signed: bool, rows: int, row: int, codes: Tensor, absmax: Tensor) -> None:
+    """Quantize contiguous x of rows x row elements into codes and absmax; bad numbers give zero."""
+    x = x.float()
+    at = [row, x.data_ptr(), codes.data_ptr(), absmax.data_ptr()]
+    _code("quantize", signed, rows, row, at)
+
+
+def dequantize(
+    codes: Tensor, absmax: Tensor, signed: bool, rows: int, row: int, out: Tensor
+) -> None:
+    """Write the values of codes (rows x row) with scales absmax into out."""
+    wide = out if out.dtype == torch.float32 else torch.empty_like(out, dtype=torch.float32)
+    at = [row, wide.data_ptr(), codes.data_ptr(), absmax.data_ptr()]
+    _code("dequantize", signed, rows, row, at)
+    if wide is not out:
+        out.copy_(wide)
+
+
+def _code(name: str, signed: bool, rows: int, row: int, work: list[int]) -> None:
+    share = f"{name}_{'signed' if signed else 'unsigned'}_share"
+    threads = torch.get_num_threads() if rows * row > ALONE else 1
+    function = numba_threads.compiled_share(_shared(), share)
+    numba_threads.run(function, rows * -(-row // BLOCK), threads, work)

@@ -1,0 +1,187 @@
+"""Memory by address for the Numba engine: vectors in three dtypes, single numbers, blocks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+from llvmlite import ir
+from numba import carray, njit, types
+from numba.core import cgutils
+from numba.extending import intrinsic
+
+from .vector import F, f32, fill, i8, i16, i32, i64, pointer, vector
+
+
+def _loader(element: ir.Type, widen: Callable) -> Callable:
+    """16 consecutive numbers of a dtype as a vector; no alignment is assumed beyond the dtype's."""
+
+    @intrinsic
+    def load(typing, address):
+        def emit(context, b, signature_, args):
+            at = pointer(b, args[0], vector(element))
+            return widen(b, b.load(at, align=4 if element is f32 else 2))
+
+        return F(types.int64), emit
+
+    return load
+
+
+def _storer(element: ir.Type, narrow: Callable) -> Callable:
+    @intrinsic
+    def store(typing, address, x):
+        def emit(context, b, signature_, args):
+            at = pointer(b, args[0], vector(element))
+            b.store(narrow(b, args[1]), at, align=4 if element is f32 else 2)
+            return context.get_dummy_value()
+
+        return types.void(types.int64, F), emit
+
+    return store
+
+
+def _from_bf16(b: ir.IRBuilder, x: ir.Value) -> ir.Value:
+    return b.bitcast(b.shl(b.zext(x, vector(i32)), fill(i32, 16)), vector(f32))
+
+
+def _to_bf16(b: ir.IRBuilder, x: ir.Value) -> ir.Value:
+    """Round to nearest even; NaN stays NaN. (The machine's own instruction flushes subnormals.)"""
+    bits = b.bitcast(x, vector(i32))
+    odd = b.and_(b.lshr(bits, fill(i32, 16)), fill(i32, 1))
+    rounded = b.add(b.add(bits, fill(i32, 0x7FFF)), odd)
+    is_nan = b.fcmp_unordered("uno", x, x)
+    rounded = b.select(is_nan, fill(i32, 0x7FC00000), rounded)
+    return b.trunc(b.lshr(rounded, fill(i32, 16)), vector(i16))
+
+
+_half = ir.HalfType()
+load_f32 = _loader(f32, lambda b, x: x)
+load_bf16 = _loader(i16, _from_bf16)
+load_f16 = _loader(_half, lambda b, x: b.fpext(x, vector(f32)))
+store_f32 = _storer(f32, lambda b, x: x)
+store_bf16 = _storer(i16, _to_bf16)
+store_f16 = _storer(_half, lambda b, x: b.fptrunc(x, vector(_half)))
+
+
+@intrinsic
+def read_f32(typing, address):
+    """One fp32 number."""
+    return types.float32(types.int64), lambda c, b, s, a: b.load(pointer(b, a[0], f32))
+
+
+@intrinsic
+def read_i64(typing, address):
+    """One int64 number."""
+    return types.int64(types.int64), lambda c, b, s, a: b.load(pointer(b, a[0], i64))
+
+
+@intrinsic
+def take(typing, address):
+    """The int64 number at an address, which is then one more; atomic."""
+
+    def emit(context, b, signature_, args):
+        at = pointer(b, args[0], i64)
+        return b.atomic_rmw("add", at, ir.Constant(i64, 1), "monotonic")
+
+    return types.int64(types.int64), emit
+
+
+@intrinsic
+def number_of(typing, function):
+    """What the C function `int function(void)` at an address returns."""
+
+    def emit(context, b, signature_, args):
+        kind = ir.FunctionType(i32, []).as_pointer()
+        return b.sext(b.call(b.inttoptr(args[0], kind), []), i64)
+
+    return types.int64(types.int64), emit
+
+
+@intrinsic
+def _untyped(typing, address):
+    kind = types.voidptr
+    return kind(types.int64), lambda c, b, s, a: b.inttoptr(a[0], c.get_value_type(kind))
+
+
+@njit(nogil=True, error_model="numpy")
+def int_table(at, rows, columns):
+    """The int64 matrix at an address."""
+    return carray(_untyped(at), (rows, columns), np.int64)
+
+
+@njit(nogil=True, error_model="numpy")
+def float_table(at, rows, columns):
+    """The fp64 matrix at an address."""
+    return carray(_untyped(at), (rows, columns), np.float64)
+
+
+@njit(nogil=True, error_model="numpy")
+def float_list(at, size):
+    """The fp64 vector at an address."""
+    return carray(_untyped(at), (size,), np.float64)
+
+
+@intrinsic
+def write_f32(typing, address, x):
+    """Store one fp32 number."""
+
+    def emit(context, b, signature_, args):
+        b.store(args[1], pointer(b, args[0], f32))
+        return context.get_dummy_value()
+
+    return types.void(types.int64, types.float32), emit
+
+
+@intrinsic
+def write_byte(typing, address, x):
+    """Store one byte."""
+
+    def emit(context, b, signature_, args):
+        b.store(args[1], pointer(b, args[0], i8))
+        return context.get_dummy_value()
+
+    return types.void(types.int64, types.uint8), emit
+
+
+@intrinsic(prefer_literal=True)
+def stack(typing, size):
+    """Address of `size` bytes (a literal) of the caller's stack, aligned to 64."""
+    count = size.literal_value
+
+    def emit(context, b, signature_, args):
+        with b.goto_entry_block():
+            memory = b.alloca(ir.ArrayType(i8, count))
+            memory.align = 64
+        return b.ptrtoint(memory, i64)
+
+    return types.int64(size), emit
+
+
+@intrinsic
+def move(typing, target, source, size):
+    """Copy `size` bytes between places that do not overlap."""
+
+    def emit(context, b, signature_, args):
+        target_at, source_at = pointer(b, args[0], i8), pointer(b, args[1], i8)
+        cgutils.raw_memcpy(b, target_at, source_at, args[2], 1)
+        return context.get_dummy_value()
+
+    return types.void(types.int64, types.int64, types.int64), emit
+
+
+@njit(nogil=True, error_model="numpy")
+def enter(home, spare, size, n, width, pad):
+    """Address of a block's operand: its home, or a copy in `spare` filled up from size to n."""
+    if size == n:
+        return home
+    for i in range(size * width, n * width):
+        write_byte(spare + i, pad)
+    move(spare, home, size * width)
+    return spare
+
+
+@njit(nogil=True, error_model="numpy")
+def leave(home, at, size, width):
+    """Copy a block's operand back to its home if it was elsewhere."""
+    if at != home:
+        move(home, at, size * width)

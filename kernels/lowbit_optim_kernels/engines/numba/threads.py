@@ -1,0 +1,209 @@
+"""Several threads for a pass of the Numba engine.
+
+A pass is compiled to a C function `share(job)`, where `job` is the address of int64 words:
+
+    0  address of a C function that says the number of the calling thread, or 0
+    1  address of tickets, atomic counters 64 bytes apart: of threads, then of each thread's pieces
+    2  how many threads there are at most
+    3  how many pieces each of them has
+    4  how many items (chunks, blocks) all pieces have
+    5  and on: what the pass works on
+
+A thread takes its own pieces, then those that others have not come to. So any number of threads
+may run a job, and one that lags is helped; and the passes of a step meet a part of a tensor on the
+same core, which matters where cores do not share a cache: a parameter that one core has read for a
+norm and another one updates would have to be fetched from the first.
+
+The threads are those of the OpenMP team that torch's own operators run on: its workers stay awake
+for a while after a backward pass, each on its core, so that they start at once, where a thread of
+our own would have to wait for a core that they keep busy. In a forked child, where OpenMP's workers
+are gone, and where torch has no OpenMP, a small pool of Python threads takes their place. (Numba's
+own threading layers are not used: the default one aborts the process when two threads call it at
+once, and its OpenMP layer does when a forked child calls it.)
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import threading
+from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
+from functools import cache
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import torch
+
+from ...codegen.analysis import indent
+from . import cache as numba_cache
+
+PIECES = 32  # of each thread: at the end of a pass a core waits for a piece of another one
+
+_forked = False
+
+
+class _Job:
+    """A job's words and tickets in memory."""
+
+    def __init__(self, number: int, threads: int, each: int, count: int, work: list[int]) -> None:
+        self.tickets = np.zeros((1 + threads, 8), dtype=np.int64)
+        words = [number, self.tickets.ctypes.data, threads, each, count, *work]
+        self.words = np.array(words, dtype=np.int64)
+        self.address = self.words.ctypes.data
+
+
+class _Helper:
+    """A call of a share by another thread, which it may begin unless the job is over.
+
+    Who comes first takes the lock: the helper, and the job ends when it has let go; or the job's
+    own thread, which never lets go, and the helper does nothing. It holds the job's memory.
+    """
+
+    def __init__(self, share: Any, job: _Job) -> None:
+        self.share, self.job = share, job
+        self.lock = threading.RLock()  # an interrupted `end` is repeated
+
+    def __call__(self) -> None:
+        if self.lock.acquire(blocking=False):
+            try:
+                self.share(self.job.address)
+            finally:
+                self.lock.release()
+
+    def end(self) -> None:
+        self.lock.acquire()
+
+
+def _end(helpers: list[_Helper]) -> None:
+    """Wait for the helpers that have begun, whatever interrupts the waiting."""
+    try:
+        for helper in helpers:
+            helper.end()
+    except BaseException:  # a signal's handler may raise anything
+        _end(helpers)
+        raise
+
+
+class _Pool:
+    """Python threads that run shares; made anew in a forked child."""
+
+    def __init__(self) -> None:
+        self.size = 0
+        self.executor: ThreadPoolExecutor | None = None
+        self.lock = threading.Lock()
+
+    def run(self, share: Any, job: _Job, threads: int) -> None:
+        """Run the share on this thread and on `threads` - 1 others.
+
+        No other thread is in the share when this returns or raises: what the job works on belongs
+        to the caller.
+        """
+        helpers = [_Helper(share, job) for _ in range(threads - 1)]
+        try:
+            self._submit(helpers)
+            share(job.address)
+        finally:
+            _end(helpers)
+
+    def _submit(self, helpers: list[_Helper]) -> None:
+        with self.lock:
+            if self.executor is None or self.size < len(helpers):
+                self.size = len(helpers)
+                self.executor = ThreadPoolExecutor(self.size, "lowbit_optim")
+            try:
+                for helper in helpers:
+                    self.executor.submit(helper)
+            except RuntimeError:
+                # The interpreter shuts down, or the system has no more threads: those there are do
+                # it all. What was submitted in vain goes with the executor.
+                self.executor = None
+
+
+_pool = _Pool()
+
+
+def _in_child() -> None:
+    global _forked, _pool
+    _forked, _pool = True, _Pool()  # the parent's lock may have been held at the fork
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_in_child)
+
+
+@cache
+def _openmp() -> tuple[Any, int] | None:
+    """`GOMP_parallel` and the address of `omp_get_thread_num` of torch's OpenMP library, or None.
+
+    GNU's and LLVM's libraries have both, and Intel's. A symbol that is looked up in libtorch_cpu is
+    also looked for in the libraries that it depends on.
+    """
+    path = Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"
+    try:
+        library = ctypes.CDLL(str(path))
+        parallel, number = library.GOMP_parallel, library.omp_get_thread_num
+    except (OSError, AttributeError):
+        return None
+    parallel.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint]
+    parallel.restype = None
+    return parallel, ctypes.cast(number, ctypes.c_void_p).value or 0
+
+
+def share(name: str, numbers: Iterable[str], arguments: Iterable[str]) -> str:
+    """Text of the function that runs pieces of `name(lo, hi, ...)`.
+
+    Args:
+        name: the function.
+        numbers: names for a job's first words of work.
+        arguments: texts of what the function takes after lo and hi, each with {} in place of a
+            further word.
+    """
+    named = ["number", "tickets", "threads", "each", "count", *numbers]
+    lines = [f"{word} = read_i64(job + {8 * k})" for k, word in enumerate(named)]
+    passed = []
+    for k, argument in enumerate(arguments, start=len(named)):
+        lines.append(f"word_{k} = {argument.format(f'read_i64(job + {8 * k})')}")
+        passed.append(f"word_{k}")
+    lines += [
+        "this = number_of(number) if number != 0 else take(tickets)",
+        "for turn in range(threads):",
+        "    owner = (this + turn) % threads",
+        "    piece = take(tickets + 64 * (1 + owner))",
+        "    while piece < each:",
+        "        k, pieces = owner * each + piece, threads * each",
+        f"        {name}(count * k // pieces, count * (k + 1) // pieces, {', '.join(passed)})",
+        "        piece = take(tickets + 64 * (1 + owner))",
+    ]
+    return f"def {name}_share(job):\n{indent(lines, 4)}"
+
+
+@cache
+def compiled_share(module: ModuleType, name: str) -> Any:
+    """The C function of a generated module's share; compiled, or loaded, at the first call."""
+    function = getattr(module, name)
+    return numba_cache.kept_cfunc("void(int64)", function, error_model="numpy")
+
+
+def run(share: Any, count: int, threads: int, work: list[int]) -> None:
+    """Run all of a job.
+
+    Args:
+        share: a `compiled_share`.
+        count: how many items it has.
+        threads: how many threads to use at most.
+        work: the job's words on what it works on.
+    """
+    threads = max(1, min(threads, count))
+    each = PIECES if threads > 1 else 1
+    team = None if _forked or threads == 1 else _openmp()
+    number = 0 if team is None else team[1]
+    job = _Job(number, threads, each, count, work)
+    if threads == 1:
+        share.ctypes(job.address)
+    elif team is None:
+        _pool.run(share.ctypes, job, threads)
+    else:  # returns when the whole team has, and no signal's handler runs before
+        team[0](share.address, job.address, threads, 0)

@@ -1,0 +1,170 @@
+"""The engines: what each of them takes, and why it refuses the rest.
+
+An engine is one record in `ENGINES`. Its module is imported when a tensor first needs it, and what
+it is built on (Numba, Triton) when such a tensor is first asked about.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import torch
+
+HALF_TO_SINGLE = frozenset({torch.float32, torch.bfloat16, torch.float16})
+FALLBACK = "torch"  # the engine that runs what no other one takes
+
+# What a broken installation raises when it is imported: a library that is missing or cannot be
+# loaded, or one that was compiled for another NumPy, Python or LLVM.
+_BROKEN = (ImportError, OSError, AttributeError, RuntimeError, SystemError, TypeError, ValueError)
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """Why an engine does not run a tensor.
+
+    Attributes:
+        reason: the sentence that an error or a warning ends with.
+        warn: whether to warn when the tensor falls back on the torch engine: something is missing
+            that the user can mend. Otherwise the fallback is what the tensor's kind asks for.
+    """
+
+    reason: str
+    warn: bool = False
+
+
+@dataclass(frozen=True)
+class Engine:
+    """What runs optimizer steps.
+
+    Attributes:
+        name: what `use_engine` and LOWBIT_OPTIM_ENGINE call it.
+        module: what has its `start`, `quantize` and `dequantize`; relative to this package, or
+            absolute.
+        requires: the module that it is built on, or None.
+        devices: types of devices whose tensors it is the automatic choice for.
+        dtypes: dtypes of parameters that it takes; None for all.
+        declines: given a device and a dtype out of `dtypes`, why it does not run them, or None.
+    """
+
+    name: str
+    module: str
+    requires: str | None
+    devices: frozenset[str]
+    dtypes: frozenset[torch.dtype] | None
+    declines: Callable[[torch.device, torch.dtype], Refusal | None]
+
+    def refusal(self, device: torch.device, dtype: torch.dtype) -> Refusal | None:
+        """Why this engine does not run tensors of a device and a dtype; None if it does."""
+        if self.requires is not None and not _installed(self.requires):
+            return Refusal(f"{self.requires} is not installed", warn=True)
+        if self.dtypes is not None and dtype not in self.dtypes:
+            return Refusal(f"the {self.name} engine computes in fp32 and does not take {dtype}")
+        return self.declines(device, dtype)
+
+    def load(self) -> Any:
+        """Its module."""
+        return importlib.import_module(self.module, __package__)
+
+
+@cache
+def _installed(module: str) -> bool:
+    try:
+        return importlib.util.find_spec(module) is not None
+    except ValueError:  # a module set to None in sys.modules
+        return False
+
+
+@cache
+def _broken(module: str) -> Refusal | None:
+    """Why an installed module does not import."""
+    try:
+        importlib.import_module(module)
+    except _BROKEN as error:
+        reason = f"{module} is installed but does not import: {type(error).__name__}: {error}"
+        return Refusal(reason, warn=True)
+    return None
+
+
+def _triton_declines(device: torch.device, dtype: torch.dtype) -> Refusal | None:
+    interpreter = os.environ.get("TRITON_INTERPRET", "0").lower() in ("1", "true", "on", "yes")
+    interpreted = interpreter and device.type == "cpu"
+    if device.type not in TRITON.devices and not interpreted:
+        return Refusal(f"triton compiles for CUDA, ROCm and XPU devices, not for {device.type!r}")
+    broken = _broken("triton")
+    if broken or interpreted:
+        return broken
+    import triton  # its distribution may have another name, so the version is asked of the module
+
+    major, minor, *_ = triton.__version__.split(".")
+    if (int(major), int(minor)) < (3, 4):
+        return Refusal(
+            "Triton before 3.4 lacks what the compiling of the codec's look-ups needs (torch 2.8 "
+            "comes with 3.4)",
+            warn=True,
+        )
+    return None
+
+
+def _numba_declines(device: torch.device, dtype: torch.dtype) -> Refusal | None:
+    if device.type not in NUMBA.devices:
+        return Refusal(f"the numba engine runs CPU tensors, not {device.type!r} ones")
+    broken = _broken("numba")
+    if broken:
+        return broken
+    import numba
+
+    if vars(numba.config)["DISABLE_JIT"]:  # numba makes its settings when it is imported
+        return Refusal("NUMBA_DISABLE_JIT is set, so that numba compiles nothing", warn=True)
+    if dtype == torch.float16 and not _converts_half():
+        reason = "the CPU that numba compiles for lacks instructions for float16 (F16C)"
+        return Refusal(reason, warn=True)
+    return None
+
+
+def _converts_half() -> bool:
+    from .numba.vector import converts_half
+
+    return converts_half()
+
+
+def _declines_nothing(device: torch.device, dtype: torch.dtype) -> Refusal | None:
+    return None
+
+
+TRITON = Engine(
+    name="triton",
+    module=".triton.engine",
+    requires="triton",
+    devices=frozenset({"cuda", "xpu"}),  # torch calls ROCm devices cuda
+    dtypes=HALF_TO_SINGLE,
+    declines=_triton_declines,
+)
+NUMBA = Engine(
+    name="numba",
+    module=".numba.engine",
+    requires="numba",
+    devices=frozenset({"cpu"}),
+    dtypes=HALF_TO_SINGLE,
+    declines=_numba_declines,
+)
+TORCH = Engine(
+    name=FALLBACK,
+    module=".torch",
+    requires=None,
+    devices=frozenset(),
+    dtypes=None,
+    declines=_declines_nothing,
+)
+ENGINES = {engine.name: engine for engine in (TRITON, NUMBA, TORCH)}
+
+
+def default_engine(device_type: str) -> Engine:
+    """The engine for tensors of a type of device, as far as it takes their dtype."""
+    chosen = (engine for engine in ENGINES.values() if device_type in engine.devices)
+    return next(chosen, ENGINES[FALLBACK])

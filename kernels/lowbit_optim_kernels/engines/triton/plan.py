@@ -1,0 +1,267 @@
+"""The Triton engine's launch plan: device tables of a batch, built once and kept.
+
+A plan is rebuilt when the set of tensors changes; addresses are sent again when one of them does,
+hyperparameters likewise. What a CUDA graph captures gets tables of its own, which its replays fill
+again, so that later steps outside the graph and replays do not disturb each other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from functools import cache
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ...codegen.analysis import hyper_names
+from ...formats.dynamic8 import BLOCK
+from ...plan import Batch, Slot
+from . import kinds as triton_kinds
+from . import source as triton_source
+
+# Blocks per program, on 4 warps: 16 elements a thread. With 16 blocks AdamW8bit takes 3 % fewer
+# instructions an element, but twice the registers, so half as many programs would share a
+# multiprocessor to hide each other's barriers.
+TILE = 8
+SPARE = 2  # captures in a row without a step in between
+
+Kind = tuple[torch.dtype, torch.dtype, int, bool, int]  # p, g, bits, whole, align
+
+
+@dataclass
+class Plan:
+    """Device tables of a batch; `triton_source` says what they hold."""
+
+    key: tuple
+    kinds: tuple[Kind, ...]  # of the tiles there are, in one order whatever that of the tensors
+    work: Tensor
+    tiles: int
+    most_tiles: int  # of one tensor
+    geometry: Tensor
+    address: Tensor
+    scalars: Tensor
+    floats: Tensor
+    hyper: Tensor
+    count: Tensor
+    percentile: Tensor
+    pointers: list[int] = field(default_factory=list)
+    values: list[float] = field(default_factory=list)
+    spare: list[tuple[Tensor, Tensor]] = field(default_factory=list)  # pinned, for captures
+
+
+_hyper_names = cache(hyper_names)
+
+
+def _key(slot: Slot, row: list[int], moments: int) -> tuple:
+    """What decides which kernels take a slot, and how it is cut into tiles."""
+    low = row[triton_source.P] | row[triton_source.G]
+    for address in row[triton_source.MOMENTS : triton_source.MOMENTS + moments]:
+        low |= address
+    aligned = low % 16 == 0
+    bits = slot.bits if moments else 32
+    return slot.p.dtype, slot.g.dtype, bits, aligned, slot.rows, slot.row, slot.numel
+
+
+def _capturing(device: torch.device) -> bool:
+    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+
+
+def current(batch: Batch) -> Plan:
+    """The batch's plan, its tables up to date on the current stream.
+
+    Raises:
+        RuntimeError: when a CUDA graph is being captured and there is no plan yet, or when as many
+            as there is pinned memory for were captured since the last step.
+    """
+    device = batch.slots[0].p.device
+    plan: Plan | None = batch.cache.get("plan")
+    switches = (batch.maximize, batch.grad_scale is None, batch.found_inf is None)
+    common = (batch.rule, batch.percentile, switches)
+    pointers = _with_new_gradients(plan, batch) if plan and plan.key[:-1] == common else None
+    if plan is not None and pointers is not None:
+        key = plan.key
+    else:
+        moments = len(batch.rule.moments)
+        rows = [slot.addresses(moments) for slot in batch.slots]
+        keys = [_key(slot, row, moments) for slot, row in zip(batch.slots, rows, strict=True)]
+        key, pointers = (*common, keys), [address for row in rows for address in row]
+    capturing = _capturing(device)
+    if plan is None or plan.key != key:
+        if capturing:
+            raise RuntimeError(
+                "this optimizer step cannot be captured in a CUDA graph yet: take at least one "
+                "step with the same parameters, gradients and options before the capture, so that "
+                "its state and launch tables exist and its kernels are compiled"
+            )
+        plan = batch.cache["plan"] = _make(batch, key)
+    if capturing:
+        plan = _for_graph(plan)
+        batch.cache.setdefault("captured", []).append(plan)  # a graph reads its tables
+    elif device.type == "cuda":
+        while len(plan.spare) < SPARE:
+            plan.spare.append((_pinned_like(plan.address), _pinned_like(plan.hyper)))
+    _send_addresses(plan, pointers)
+    _send_hyperparameters(plan, batch)
+    return plan
+
+
+def _with_new_gradients(plan: Plan, batch: Batch) -> list[int] | None:
+    """The plan's addresses with this step's gradients, if nothing else is new; else None."""
+    if not batch.again or not plan.pointers:
+        return None
+    every = slice(triton_source.G, None, triton_source.address_columns(batch.rule))
+    gradients = [slot.g.data_ptr() for slot in batch.slots]
+    before = plan.pointers[every]
+    if any((old ^ new) % 16 for old, new in zip(before, gradients, strict=True)):
+        return None  # another alignment takes other kernels
+    pointers = list(plan.pointers)
+    pointers[every] = gradients
+    return pointers
+
+
+def _for_graph(plan: Plan) -> Plan:
+    """A plan for what is being captured, with tables of its own that every replay fills again."""
+    if not plan.spare:
+        raise RuntimeError(
+            f"{SPARE} CUDA graphs of this optimizer step were captured in a row, and memory for a "
+            "third cannot be pinned during its capture: take a step between them"
+        )
+    return replace(
+        plan, address=torch.empty_like(plan.address), hyper=torch.empty_like(plan.hyper),
+        scalars=torch.empty_like(plan.scalars), floats=torch.empty_like(plan.floats),
+        pointers=[], values=[], spare=[plan.spare.pop()],
+    )  # fmt: skip
+
+
+def _pinned_like(x: Tensor) -> Tensor:
+    return torch.empty(x.shape, dtype=x.dtype, pin_memory=True, device="cpu")
+
+
+def _send(plan: Plan, which: int, target: Tensor, values: list) -> None:
+    """Copy numbers to a device table without waiting for the device."""
+    dtype = np.int64 if target.dtype == torch.int64 else np.float64
+    source = torch.from_numpy(np.array(values, dtype=dtype)).view(target.shape)
+    if target.device.type == "cuda":
+        if _capturing(target.device):  # the replays read the source again: it is never reused
+            source = plan.spare[0][which].copy_(source)
+        else:
+            source = source.pin_memory()
+    target.copy_(source, non_blocking=True)
+
+
+def _send_addresses(plan: Plan, pointers: list[int]) -> None:
+    if pointers != plan.pointers:
+        _send(plan, 0, plan.address, pointers)
+        plan.pointers = pointers
+
+
+def _send_hyperparameters(plan: Plan, batch: Batch) -> None:
+    given = [batch.hyper[name] for name in _hyper_names(batch.rule)]
+    on_host = [0.0 if isinstance(value, Tensor) else float(value) for value in given]
+    if on_host and on_host != plan.values:
+        _send(plan, 1, plan.hyper, on_host)
+        plan.values = on_host
+    for i, value in enumerate(given):
+        if isinstance(value, Tensor):
+            plan.hyper[i].copy_(value.reshape(()), non_blocking=True)
+
+
+# Building.
+
+
+def _shape(key: tuple) -> tuple[int, int, int, int, int]:
+    """rows, row, blocks per row, of these whole, alignment of the blocks.
+
+    Whole blocks in rows, and 32-bit state, whose blocks mean nothing, count as one long row.
+    """
+    *_, bits, aligned, rows, row, _ = key
+    if bits == 32 or row % BLOCK == 0:
+        rows, row = 1, rows * row
+    whole = row // BLOCK if rows == 1 and aligned else 0
+    return rows, row, -(-row // BLOCK), whole, 16 if aligned and row % 16 == 0 else 1
+
+
+def _make(batch: Batch, key: tuple) -> Plan:
+    slots, device = batch.slots, batch.slots[0].p.device
+    keys = key[-1]
+    shapes = np.array([_shape(k) for k in keys], dtype=np.int64)
+    rows, row, per_row, whole, align = shapes.T
+    blocks = rows * per_row
+    tiles = -(-blocks // TILE)
+    starts = np.cumsum(tiles) - tiles
+    numel = [slot.numel for slot in slots]
+    geometry = np.stack([row, per_row, blocks, starts, np.array(numel, dtype=np.int64)], axis=1)
+    width = triton_source.SCALARS + len(batch.rule.scalars())
+    float_width = triton_source.SCALARS + len(triton_source.float_names(batch.rule))
+    columns = triton_source.address_columns(batch.rule)
+
+    def zeros(*shape: int, dtype: torch.dtype = torch.float64) -> Tensor:
+        return torch.zeros(shape, dtype=dtype, device=device)
+
+    kinds, work = _deal(keys, tiles, whole // TILE, align, per_row)
+    return Plan(
+        key=key,
+        kinds=kinds,
+        work=torch.from_numpy(work).to(device),
+        tiles=int(tiles.sum()),
+        most_tiles=int(tiles.max()),
+        geometry=torch.from_numpy(geometry).to(device),
+        address=zeros(len(slots), columns, dtype=torch.int64),
+        scalars=zeros(len(slots), width),
+        floats=zeros(len(slots), float_width, dtype=torch.float32),
+        hyper=zeros(max(1, len(_hyper_names(batch.rule)))),
+        count=torch.tensor([len(slots)], dtype=torch.int64).to(device),
+        percentile=torch.tensor([batch.percentile], dtype=torch.int64).to(device),
+    )
+
+
+def _order(kind: Kind) -> tuple:
+    """Whole tiles first; one order of the same kinds, so that they share a specialization."""
+    p, g, bits, whole, align = kind
+    return not whole, bits, -align, str(p), str(g)
+
+
+def pieces(kinds: Sequence[Kind]) -> list[int]:
+    """Blocks of a tile that a program updates at a time, for each kind.
+
+    A kernel takes the registers of its largest kind, and with more of them fewer programs share a
+    multiprocessor. So the kinds beside whole tiles of the narrowest state are cut smaller, and
+    always those of unaligned blocks, which have an address for every element.
+    """
+    narrowest = min((bits for _, _, bits, whole, _ in kinds if whole), default=0)
+
+    def of(kind: Kind) -> int:
+        _, _, bits, whole, align = kind
+        if align == 1:
+            return 1
+        return TILE if len(kinds) == 1 or (whole and bits == narrowest) else TILE // 2
+
+    return [of(kind) for kind in kinds]
+
+
+def _deal(
+    keys: list[tuple], tiles: np.ndarray, whole: np.ndarray, align: np.ndarray, per_row: np.ndarray
+) -> tuple[tuple[Kind, ...], np.ndarray]:
+    """A program for every tile of every tensor, by kind, and the kinds."""
+    members: dict[Kind, list[int]] = {}
+    for i, (p, g, bits, *_) in enumerate(keys):
+        if whole[i]:
+            members.setdefault((p, g, bits, True, 16), []).append(i)
+        if whole[i] < tiles[i]:
+            members.setdefault((p, g, bits, False, int(align[i])), []).append(i)
+    kinds = tuple(sorted(members, key=_order))
+    work = []
+    for number, kind in enumerate(kinds):
+        t = np.array(members[kind], dtype=np.int64)
+        first = np.zeros_like(t) if kind[3] else whole[t]
+        count = whole[t] if kind[3] else tiles[t] - whole[t]
+        total = int(count.sum())
+        tensor = np.repeat(t, count)
+        within = np.arange(total) - np.repeat(np.cumsum(count) - count, count)
+        block = (np.repeat(first, count) + within) * TILE
+        line, column = np.divmod(block, per_row[tensor])
+        entry = tensor + number * triton_kinds.NUMBER
+        work.append(np.stack([entry, block, line, column], axis=1).astype(np.int32))
+    return kinds, np.concatenate(work) if work else np.zeros((0, 4), dtype=np.int32)

@@ -1,0 +1,1 @@
+"""State formats: how the moments of a rule are stored."""

@@ -1,0 +1,373 @@
+"""The codec `dynamic8` on vectors of 16 lanes, 64 codes at a time.
+
+`decode_s_64` and `decode_u_64` give the codebook values of 64 codes as four vectors. Encoding has
+two steps, so that a loop can spread it between other work: `place_s` and `place_u` find the places
+of 16 fp32 numbers, `put_s_64` and `put_u_64` store the codes of four such vectors. The instructions
+are chosen when this module is imported, from the CPU features that Numba compiles for:
+
+    AVX-512 VBMI   decode by 256-entry tables of bytes held in registers
+    AVX-512, AVX2  encode by tables of slopes and octaves, held in registers or in the first cache
+    any other      decode by a table in memory, encode by a chain of comparisons
+
+All are exact in decoding and follow `numba_tables` in encoding.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+from llvmlite import ir
+from numba import njit, types
+from numba.core import cgutils
+from numba.extending import intrinsic
+
+from ...engines.numba.memory import load_f32, store_f32
+from ...engines.numba.vector import (
+    F,
+    call,
+    constant,
+    f32,
+    fabs,
+    fill,
+    host_features,
+    i1,
+    i8,
+    i16,
+    i32,
+    i64,
+    pointer,
+    shuffle,
+    spread,
+    vector,
+)
+from .numba_tables import BIAS, DOWN, OFFSET, book, octave_table, segments, slope_table
+
+_features = host_features()
+HAS_AVX512 = {"avx512f", "avx512bw", "avx512dq"} <= _features
+HAS_AVX2 = {"avx2", "fma"} <= _features
+HAS_VBMI = HAS_AVX512 and "avx512vbmi" in _features
+
+MANTISSA, ONE, BELOW_TWO = 0x007FFFFF, 0x3F800000, 0x3FFFFFFF  # bit patterns of fp32
+# What absmax is divided into, and between what that needs no care.
+ONE_DOWN, LEAST, MOST = np.float32(2.0**DOWN), np.float32(2.0**-28), np.float32(2.0**28)
+# One ulp of the smallest midpoint, about 2**-22, times 2**DOWN.
+NUDGE = 2.0 ** (DOWN - 45)
+UPWARD = ir.Constant(i32, 10)  # round towards +infinity, no exceptions
+# Of a 4 x 4 matrix of 32-bit words: undoes the order that instructions on 128-bit lanes leave.
+TRANSPOSE = [4 * (i % 4) + i // 4 for i in range(16)]
+
+
+# Decoding.
+
+
+def _interleave(b: ir.IRBuilder, x: ir.Value, y: ir.Value, size: int, count: int) -> list:
+    """The two halves of x and y interleaved within 128-bit lanes, elements of `size` bytes."""
+    lane = 16 // size
+    halves = []
+    for half in (0, lane // 2):
+        index = []
+        for start in range(0, count, lane):
+            for j in range(lane // 2):
+                index += [start + half + j, count + start + half + j]
+        halves.append(shuffle(b, x, y, index))
+    return halves
+
+
+def _planes(b: ir.IRBuilder, codes: ir.Value, signed: bool) -> list:
+    """The four bytes of the codebook's fp32 values, looked up in registers; lowest byte first."""
+    values = book(signed)[127:255] if signed else book(signed)
+    raw = values.view(np.uint8).reshape(-1, 4)
+
+    def look_up(index: ir.Value, first: int, k: int) -> ir.Value:
+        low, high = (constant(i8, raw[j : j + 64, k]) for j in (first, first + 64))
+        name = "llvm.x86.avx512.vpermi2var.qi.512"  # looks at the low seven bits of the index
+        return call(b, name, vector(i8, 64), low, index, high)
+
+    if not signed:
+        upper_half = b.icmp_signed("<", codes, fill(i8, 0, 64))
+        return [
+            b.select(upper_half, look_up(codes, 128, k), look_up(codes, 0, k)) for k in range(4)
+        ]
+    # The map is symmetric but for its last code, which is 1.0 = 0x3F800000.
+    position = b.sub(codes, fill(i8, 127, 64))
+    kind = ir.FunctionType(vector(i8, 64), [vector(i8, 64), i1])
+    absolute = cgutils.get_or_insert_function(b.module, kind, "llvm.abs.v64i8")
+    magnitude = b.call(absolute, [position, ir.Constant(i1, 0)])
+    planes = [look_up(magnitude, 0, k) for k in range(4)]
+    planes[3] = b.or_(planes[3], b.and_(position, fill(i8, 0x80, 64)))
+    is_one = b.icmp_unsigned("==", codes, fill(i8, 255, 64))
+    planes[2] = b.select(is_one, fill(i8, 0x80, 64), planes[2])
+    planes[3] = b.select(is_one, fill(i8, 0x3F, 64), planes[3])
+    return planes
+
+
+def _decode_by_bytes(b: ir.IRBuilder, address: ir.Value, signed: bool) -> list:
+    """Look each of the four bytes of the fp32 values up in registers, then put them together."""
+    codes = b.load(pointer(b, address, vector(i8, 64)), align=1)
+    words = b.bitcast(codes, vector(i32))
+    codes = b.bitcast(shuffle(b, words, words, TRANSPOSE), vector(i8, 64))
+    planes = _planes(b, codes, signed)
+    pairs = [_interleave(b, planes[k], planes[k + 1], 1, 64) for k in (0, 2)]
+    low, high = ([b.bitcast(x, vector(i16, 32)) for x in pair] for pair in pairs)
+    whole = [x for h in (0, 1) for x in _interleave(b, low[h], high[h], 2, 32)]
+    return [b.bitcast(x, vector(f32)) for x in whole]
+
+
+def _decode_by_memory(b: ir.IRBuilder, address: ir.Value, signed: bool) -> list:
+    kind = ir.ArrayType(f32, 256)
+    name = f"dynamic8_{'signed' if signed else 'unsigned'}"
+    table = b.module.globals.get(name)
+    if table is None:
+        values = ir.Constant(kind, [float(value) for value in book(signed)])
+        table = cgutils.global_constant(b, name, values)
+    base = pointer(b, address, i8)
+    zero = ir.Constant(i64, 0)
+    vectors = []
+    for k in range(4):
+        lanes = ir.Constant(vector(f32), ir.Undefined)
+        for j in range(16):
+            code = b.zext(b.load(b.gep(base, [ir.Constant(i64, 16 * k + j)])), i64)
+            value = b.load(b.gep(table, [zero, code]))
+            lanes = b.insert_element(lanes, value, ir.Constant(i32, j))
+        vectors.append(lanes)
+    return vectors
+
+
+def _decoder(signed: bool) -> Callable:
+    decode = _decode_by_bytes if HAS_VBMI else _decode_by_memory
+
+    @intrinsic
+    def decode_64(typing, address):
+        def emit(context, b, signature, args):
+            vectors = decode(b, args[0], signed)
+            return context.make_tuple(b, signature.return_type, vectors)
+
+        return types.UniTuple(F, 4)(types.int64), emit
+
+    return decode_64
+
+
+# Encoding. `inverse` is 2**DOWN / absmax. A place is a position, or without AVX-512 the code.
+
+
+def _by_halves(b: ir.IRBuilder, look_up: Callable, index: ir.Value) -> ir.Value:
+    """A look-up of eight lanes for each half of sixteen."""
+    low, high = (look_up(shuffle(b, index, index, range(k, k + 8))) for k in (0, 8))
+    return shuffle(b, low, high, range(16))
+
+
+def _slope(b: ir.IRBuilder, signed: bool, index: ir.Value) -> ir.Value:
+    """The slope of a segment by the exponent field."""
+    table = slope_table(signed).astype(np.float32)
+    if HAS_AVX512:
+        name = "llvm.x86.avx512.permvar.sf.512"  # looks at the low four bits
+        return call(b, name, vector(f32), constant(f32, table), index)
+    # Of the low three bits the first segment shares those of the last, whose slope serves it too:
+    # its numbers are so small that the slope does not matter.
+    first = (127 + BIAS[signed]) & 15
+    table[first] = table[(first + 8) & 15]
+    eight = constant(f32, [table[k] or table[k + 8] for k in range(8)])
+
+    def look_up(half: ir.Value) -> ir.Value:
+        return call(b, "llvm.x86.avx2.permps", vector(f32, 8), eight, half)
+
+    return _by_halves(b, look_up, index)
+
+
+def _octave(b: ir.IRBuilder, signed: bool, index: ir.Value) -> ir.Value:
+    """What to add to the bits of a number by the low five bits of its exponent field."""
+    table = octave_table(signed)
+    if HAS_AVX512:
+        low, high = constant(i32, table[:16]), constant(i32, table[16:])
+        name = "llvm.x86.avx512.vpermi2var.d.512"
+        return call(b, name, vector(i32), low, index, high)
+
+    def look_up(half: ir.Value) -> ir.Value:
+        parts = [constant(i32, table[k : k + 8]) for k in range(0, 32, 8)]
+        parts = [call(b, "llvm.x86.avx2.permd", vector(i32, 8), part, half) for part in parts]
+        for bit in (28, 27):  # to the sign, by which AVX2 selects
+            chosen = b.icmp_signed("<", b.shl(half, fill(i32, bit, 8)), fill(i32, 0, 8))
+            pairs = zip(parts[::2], parts[1::2], strict=True)
+            parts = [b.select(chosen, upper, lower) for lower, upper in pairs]
+        return parts[0]
+
+    return _by_halves(b, look_up, index)
+
+
+def _scaled(b: ir.IRBuilder, x: ir.Value, inverse: ir.Value) -> ir.Value:
+    """x times inverse, less so little that only the tie between a negative code and zero turns."""
+    return call(b, "llvm.fma.v16f32", vector(f32), x, inverse, fill(f32, -NUDGE))
+
+
+def _position_by_tables(b: ir.IRBuilder, x: ir.Value, inverse: ir.Value, signed: bool) -> ir.Value:
+    """Signed: code - 127; unsigned: code + 1, or less for zero; i32 lanes."""
+    if signed:
+        q = _scaled(b, x, inverse)
+    elif not HAS_AVX512:
+        q = b.fmul(x, inverse)
+    else:  # rounded up, so that a positive number never becomes zero
+        q = call(b, "llvm.x86.avx512.mul.ps.512", vector(f32), x, inverse, UPWARD)
+    bits = b.bitcast(q, vector(i32))
+    octave = b.lshr(bits, fill(i32, 23))  # a permutation looks at the low five bits only
+    moved = b.add(bits, _octave(b, signed, octave))  # keeps the sign of q
+    slope = _slope(b, signed, b.lshr(moved, fill(i32, 23)))
+    y = fabs(b, q) if signed else q
+    v = call(b, "llvm.fma.v16f32", vector(f32), y, slope, fill(f32, OFFSET))
+    v = b.bitcast(v, vector(i32))
+    v = b.select(b.icmp_unsigned("<", v, fill(i32, BELOW_TWO)), v, fill(i32, BELOW_TWO))
+    if not signed:
+        v = b.select(b.icmp_unsigned(">", v, fill(i32, ONE)), v, fill(i32, ONE))
+    exponent = b.and_(moved, fill(i32, ~MANTISSA & 0xFFFFFFFF))
+    position = b.or_(exponent, b.and_(v, fill(i32, MANTISSA)))
+    return b.fptosi(b.bitcast(position, vector(f32)), vector(i32))
+
+
+def _codes_of(b: ir.IRBuilder, x: ir.Value, position: ir.Value, signed: bool) -> ir.Value:
+    """Codes of 16 numbers with their positions, without the instructions of `_pack_codes`."""
+    code = b.add(position, fill(i32, 127 if signed else -1))
+    least = fill(i32, 0 if signed else 1)
+    code = b.select(b.icmp_signed(">", code, least), code, least)
+    if not signed:
+        code = b.select(b.fcmp_ordered(">", x, fill(f32, 0.0)), code, fill(i32, 0))
+    return code
+
+
+def _pack_codes(b: ir.IRBuilder, positions: list, signed: bool) -> ir.Value:
+    """Four vectors of positions as 64 codes; saturating makes -1.0 code 0, unsigned zero too."""
+    halves = []
+    for i in (0, 2):
+        name = "llvm.x86.avx512.packssdw.512"
+        packed = call(b, name, vector(i16, 32), positions[i], positions[i + 1])
+        halves.append(b.add(packed, fill(i16, 127 if signed else -1, 32)))
+    packed = call(b, "llvm.x86.avx512.packuswb.512", vector(i8, 64), *halves)
+    words = b.bitcast(packed, vector(i32))
+    return b.bitcast(shuffle(b, words, words, TRANSPOSE), vector(i8, 64))
+
+
+def _codes_by_comparing(b: ir.IRBuilder, x: ir.Value, inverse: ir.Value, signed: bool) -> ir.Value:
+    """Codes of 16 numbers in generic vector instructions; i32 lanes."""
+    tops, slopes = segments(signed)
+    down = 2.0**DOWN
+    q = _scaled(b, x, inverse) if signed else b.fmul(x, inverse)
+    y = fabs(b, q) if signed else q
+    first = 0 if signed else 1
+    slope, scale = fill(f32, slopes[first] / down), fill(f32, 2.0 ** (first + BIAS[signed]))
+    for e in range(first, 8):
+        above = b.fcmp_ordered(">", y, fill(f32, tops[e] * down))
+        slope = b.select(above, fill(f32, slopes[e + 1] / down), slope)
+        scale = b.select(above, fill(f32, 2.0 ** (e + 1 + BIAS[signed])), scale)
+    v = call(b, "llvm.fma.v16f32", vector(f32), y, slope, fill(f32, OFFSET))
+    below_two = fill(f32, float(np.nextafter(np.float32(2), np.float32(0))))
+    v = b.select(b.fcmp_ordered("<", v, below_two), v, below_two)
+    zero = fill(i32, 0)
+    if signed:
+        v = call(b, "llvm.copysign.v16f32", vector(f32), b.fmul(v, scale), q)
+        code = b.add(b.fptosi(v, vector(i32)), fill(i32, 127))
+        return b.select(b.icmp_signed(">", code, zero), code, zero)
+    v = b.select(b.fcmp_ordered(">", v, fill(f32, 1.0)), v, fill(f32, 1.0))
+    code = b.sub(b.fptosi(b.fmul(v, scale), vector(i32)), fill(i32, 1))
+    return b.select(b.fcmp_ordered(">", x, fill(f32, 0.0)), code, zero)
+
+
+def _encoder(signed: bool) -> tuple[Callable, Callable]:
+    @intrinsic
+    def place(typing, x, inverse):
+        """The places of 16 numbers: i32 lanes, as the bits of a vector of fp32."""
+
+        def emit(context, b, signature, args):
+            x, inverse = args[0], spread(b, args[1])
+            if HAS_AVX2 or HAS_AVX512:
+                places = _position_by_tables(b, x, inverse, signed)
+                if not HAS_AVX512:
+                    places = _codes_of(b, x, places, signed)
+            else:
+                places = _codes_by_comparing(b, x, inverse, signed)
+            return b.bitcast(places, vector(f32))
+
+        return F(F, types.float32), emit
+
+    @intrinsic
+    def put_64(typing, x, y, z, w, target):
+        """Store the codes of four vectors of places at an address."""
+
+        def emit(context, b, signature, args):
+            places, target = [b.bitcast(x, vector(i32)) for x in args[:4]], args[4]
+            if HAS_AVX512:
+                packed = _pack_codes(b, places, signed)
+                b.store(packed, pointer(b, target, vector(i8, 64)), align=1)
+                return context.get_dummy_value()
+            for k, codes in enumerate(places):
+                to = pointer(b, b.add(target, ir.Constant(i64, 16 * k)), vector(i8))
+                b.store(b.trunc(codes, vector(i8)), to, align=1)
+            return context.get_dummy_value()
+
+        return types.void(F, F, F, F, types.int64), emit
+
+    return place, put_64
+
+
+decode_s_64, decode_u_64 = _decoder(True), _decoder(False)
+(place_s, put_s_64), (place_u, put_u_64) = _encoder(True), _encoder(False)
+
+
+# Whole blocks.
+
+
+@intrinsic
+def _power_of_two_near(typing, a):
+    """The power of two s with 1 <= a s < 2 for a > 0; at most 2**127."""
+
+    def emit(context, b, signature, args):
+        field = b.lshr(b.bitcast(args[0], i32), ir.Constant(i32, 23))
+        wanted = b.sub(ir.Constant(i32, 254), field)
+        positive = b.icmp_signed(">", wanted, ir.Constant(i32, 1))
+        wanted = b.select(positive, wanted, ir.Constant(i32, 1))
+        return b.bitcast(b.shl(wanted, ir.Constant(i32, 23)), f32)
+
+    return types.float32(types.float32), emit
+
+
+@njit(nogil=True, error_model="numpy", inline="never")
+def inverse_of(x, absmax, n):
+    """2**DOWN / absmax, to encode n numbers at x; rescales them in place if far from 1."""
+    if absmax > LEAST and absmax < MOST:
+        return ONE_DOWN / absmax
+    if not absmax > np.float32(0):
+        return np.float32(0)
+    s = _power_of_two_near(absmax)
+    for i in range(0, n, 16):
+        store_f32(x + 4 * i, load_f32(x + 4 * i) * s)
+    return ONE_DOWN / (absmax * s)
+
+
+def _block_functions(kind: str, decode_64: Callable, place: Callable, put_64: Callable) -> tuple:
+    def decode(codes, out, n):
+        """n codes, a multiple of 64, to codebook values at out."""
+        for i in range(0, n, 64):
+            a, b, c, d = decode_64(codes + i)
+            store_f32(out + 4 * i, a)
+            store_f32(out + 4 * i + 64, b)
+            store_f32(out + 4 * i + 128, c)
+            store_f32(out + 4 * i + 192, d)
+
+    def encode(x, inverse, codes, n):
+        """n fp32 numbers at x, a multiple of 64, to codes; see `inverse_of`."""
+        for i in range(0, n, 64):
+            a = place(load_f32(x + 4 * i), inverse)
+            b = place(load_f32(x + 4 * i + 64), inverse)
+            c = place(load_f32(x + 4 * i + 128), inverse)
+            d = place(load_f32(x + 4 * i + 192), inverse)
+            put_64(a, b, c, d, codes + i)
+
+    # Numba names machine code by the function's name and a counter of the process that compiled it.
+    # Code loaded from the disk cache has the counters of several processes, so that two functions
+    # of one name can meet: the signed one would run for the unsigned.
+    for function in (decode, encode):
+        function.__name__ = function.__qualname__ = f"{function.__name__}_{kind}"
+    compiled = njit(nogil=True, error_model="numpy")
+    return compiled(decode), compiled(encode)
+
+
+decode_s, encode_s = _block_functions("signed", decode_s_64, place_s, put_s_64)
+decode_u, encode_u = _block_functions("unsigned", decode_u_64, place_u, put_u_64)

@@ -1,0 +1,75 @@
+"""Update rules of Adam, AdamW and AMSGrad."""
+
+from __future__ import annotations
+
+from . import CAP, TINY, Moment, Rule, gives
+
+ADAM = (Moment("exp_avg", signed=True), Moment("exp_avg_sq", signed=False))
+AMSGRAD = (*ADAM, Moment("max_exp_avg_sq", signed=False))
+
+
+def gains(beta1, beta2):
+    """What new moments take of the gradient: d = gain1 g, and v gains gain2 d^2 = (1 - beta2) g^2.
+
+    Taken of d, and not of g, that is a multiplication less for every element. 1 - beta is in fp64:
+    in fp32, 1 - 0.999 is off by 5e-5 of itself.
+    """
+    gain1 = 1.0 - beta1
+    return gain1, (1.0 - beta2) / (gain1 * gain1)
+
+
+@gives("gain1", "gain2", "root", "floor", "shrink", "rate")
+def prepare_adam(step, lr, beta1, beta2, eps, weight_decay, decoupled):
+    """Bias corrections are in the denominator: bc1 (sqrt(v / bc2) + eps) = root sqrt(v) + floor."""
+    gain1, gain2 = gains(beta1, beta2)
+    bias1 = 1.0 - power(beta1, step)
+    bias2 = 1.0 - power(beta2, step)
+    shrink = 1.0 - decoupled * lr * weight_decay
+    return gain1, gain2, bias1 / sqrt(bias2), bias1 * eps + TINY, shrink, lr
+
+
+@gives("u", "exp_avg", "exp_avg_sq")
+def adam(p, g, exp_avg, exp_avg_sq, beta1, beta2, gain1, gain2, root, floor):
+    """Kingma & Ba, arXiv:1412.6980, Alg. 1; with decoupled decay arXiv:1711.05101, Alg. 2."""
+    d = gain1 * g
+    m = beta1 * exp_avg + d
+    v = beta2 * exp_avg_sq + gain2 * (d * d)
+    return m / (root * sqrt(v) + floor), m, v
+
+
+@gives("u", "exp_avg", "exp_avg_sq")
+def adam_coupled(p, g, exp_avg, exp_avg_sq, beta1, beta2, gain1, gain2, root, floor, weight_decay):
+    """Adam with the decay added to the gradient (L2 regularization)."""
+    d = g + weight_decay * p
+    return adam(p, d, exp_avg, exp_avg_sq, beta1, beta2, gain1, gain2, root, floor)
+
+
+@gives("u", "exp_avg", "exp_avg_sq", "max_exp_avg_sq")
+def amsgrad(p, g, exp_avg, exp_avg_sq, max_exp_avg_sq, beta1, beta2, gain1, gain2, root, floor):
+    """Reddi, Kale, Kumar, arXiv:1904.09237, Alg. 2, as in torch.optim."""
+    d = gain1 * g
+    m = beta1 * exp_avg + d
+    v = beta2 * exp_avg_sq + gain2 * (d * d)
+    largest = maximum(max_exp_avg_sq, v)
+    return m / (root * sqrt(largest) + floor), m, v, largest
+
+
+@gives("u", "exp_avg", "exp_avg_sq", "max_exp_avg_sq")
+def amsgrad_coupled(
+    p, g, exp_avg, exp_avg_sq, max_exp_avg_sq, beta1, beta2, gain1, gain2, root, floor, weight_decay
+):
+    """AMSGrad with the decay added to the gradient."""
+    d = g + weight_decay * p
+    return amsgrad(
+        p, d, exp_avg, exp_avg_sq, max_exp_avg_sq, beta1, beta2, gain1, gain2, root, floor
+    )
+
+
+def adam_rule(use_amsgrad: bool, coupled: bool, cap: bool) -> Rule:
+    """The rule of Adam and AdamW with these options; `coupled` puts the decay into the gradient."""
+    if use_amsgrad:
+        direction = amsgrad_coupled if coupled else amsgrad
+    else:
+        direction = adam_coupled if coupled else adam
+    moments = AMSGRAD if use_amsgrad else ADAM
+    return Rule("adam", direction, prepare_adam, moments, (CAP,) if cap else ())
