@@ -11,21 +11,22 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lowbit_optim_kernels.formats.dynamic8 import Layout
+from lowbit_optim_kernels.formats import Format
 from lowbit_optim_kernels.plan import GNORM_HISTORY, STEP_DTYPE
 from lowbit_optim_kernels.rules import Moment
 
-from . import _manager
-from ._codec import dequantize_blockwise, quantize_blockwise
+from . import _manager, _saved
 from ._settings import without_numpy
-from ._state import compute_dtype
 
 KEY = "lowbit_optim"
 FORMAT_VERSION = 1
 EXACT_IN_FP32 = 2**24  # every whole number up to here
 MOST_STEPS = 2**53  # and up to here in fp64
-REAL = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
-STORAGE_SETTINGS = ("optim_bits", "min_8bit_size")  # of the optimizer at hand, not of the file
+STORAGE_SETTINGS = (
+    "optim_bits",
+    "state_format",
+    "min_8bit_size",
+)  # of the optimizer at hand, not of the file
 
 
 def header(family: str) -> dict[str, Any]:
@@ -137,7 +138,7 @@ def merged_groups(
                 f"parameter group {i} of state_dict has {len(old['params'])} parameters, "
                 f"that of this {name} has {len(group['params'])}"
             )
-        kept = {key: group[key] for key in ("params", *STORAGE_SETTINGS)}
+        kept = {key: group[key] for key in ("params", *STORAGE_SETTINGS) if key in group}
         copied = {key: _copied(value) for key, value in old.items()}
         merged.append({**group, **copied, **kept})
     return merged
@@ -197,9 +198,9 @@ def check_values(saved: Mapping[str, Any], p: Tensor, moments: Iterable[Moment])
         as_step(saved["step"])
     if "gnorm_vec" in saved:
         _check_history(saved["gnorm_vec"])
-    for moment in moments:
-        if moment.key in saved:
-            _check_moment(saved, p, moment)
+    there = tuple(moment for moment in moments if moment.key in saved)
+    for unit in _saved.saved_units(saved, there):
+        _saved.check(saved, p, unit)
 
 
 def as_step(value: Any) -> int:
@@ -217,119 +218,27 @@ def _check_history(norms: Any) -> None:
     if not isinstance(norms, Tensor) or tuple(norms.shape) != (GNORM_HISTORY,):
         got = tuple(norms.shape) if isinstance(norms, Tensor) else norms
         raise ValueError(f"'gnorm_vec' must have shape ({GNORM_HISTORY},); got {got!r}")
-    require_dense("gnorm_vec", norms)
+    _saved.require_dense("gnorm_vec", norms)
     if not bool(((norms >= 0) & norms.isfinite()).all() or (norms == -1).all()):
         raise ValueError("'gnorm_vec' must hold squared norms, finite and >= 0")
 
 
-def require_dense(key: str, value: Tensor, dtypes: tuple[torch.dtype, ...] = REAL) -> None:
-    """Refuse a tensor of another dtype than these, or a sparse one."""
-    if value.dtype not in dtypes or value.layout != torch.strided:
-        allowed = ", ".join(map(str, dtypes))
-        raise ValueError(
-            f"{key!r} must be a dense tensor of {allowed}; got {value.dtype}, {value.layout}"
-        )
-
-
-def _check_moment(saved: Mapping[str, Any], p: Tensor, moment: Moment) -> None:
-    value, scales = saved[moment.key], saved.get(f"{moment.key}_absmax")
-    _check_shape(saved, p, moment)
-    if scales is not None:
-        require_dense(moment.key, value, (torch.uint8,))
-        require_dense(f"{moment.key}_absmax", scales)
-        if not bool(((scales >= 0) & scales.isfinite()).all()):
-            raise ValueError(f"'{moment.key}_absmax' has scales that are negative or not finite")
-        return
-    require_dense(moment.key, value)
-    value = value.detach()
-    # An infinite square freezes its weight, as in torch.optim; no other such number is harmless,
-    # unless the weight is lost already.
-    good = value.isfinite() if moment.signed else value >= 0
-    if p.device.type != "meta":
-        good = good.to(p.device) | ~p.detach().isfinite()
-    if not bool(good.all()):
-        allowed = "finite" if moment.signed else ">= 0"
-        raise ValueError(f"{moment.key!r} has elements that are not {allowed}")
-
-
-def _check_shape(saved: Mapping[str, Any], p: Tensor, moment: Moment) -> None:
-    """Refuse a moment that is not of the parameter's shape, with the scales that belong to it."""
-    value, scales = saved[moment.key], saved.get(f"{moment.key}_absmax")
-    if not isinstance(value, Tensor) or value.shape != p.shape:
-        raise ValueError(
-            f"{moment.key!r} has shape "
-            f"{tuple(value.shape) if isinstance(value, Tensor) else value!r}, "
-            f"its parameter {tuple(p.shape)}"
-        )
-    if (value.dtype == torch.uint8) != (scales is not None):
-        raise ValueError(
-            f"{moment.key!r} is {value.dtype} and its scales "
-            f"{moment.key}_absmax are {'missing' if scales is None else 'present'}"
-        )
-    if scales is None:
-        return
-    wanted = Layout.of(p.shape).absmax_shape
-    if not isinstance(scales, Tensor) or tuple(scales.shape) != wanted:
-        raise ValueError(
-            f"{moment.key}_absmax has shape "
-            f"{tuple(scales.shape) if isinstance(scales, Tensor) else scales!r}, "
-            f"{wanted} is needed for a parameter of {tuple(p.shape)}"
-        )
-
-
 def fitted(
-    saved: Mapping[str, Any], p: Tensor, moments: tuple[Moment, ...], bits: int
+    saved: Mapping[str, Any], p: Tensor, moments: tuple[Moment, ...], format: Format
 ) -> dict[str, Any]:
-    """A parameter's state, copied from `saved`, on the parameter's device and `bits` wide."""
+    """A parameter's state, copied from `saved`, on the parameter's device and in this format."""
     if not saved:
         return {}  # torch.optim.SGD before its first step with momentum
-    state: dict[str, Any] = {}
-    used = {"step", "gnorm_vec"}
-    for moment in moments:
-        if moment.key not in saved:
-            raise ValueError(f"it has no {moment.key!r}, only {sorted(map(str, saved))}")
-        _check_shape(saved, p, moment)
-        used |= {moment.key, f"{moment.key}_absmax"}
-    state.update(_fitted_moments(saved, p, moments, bits))
+    state: dict[str, Any]
+    state, used = _saved.fitted(saved, p, moments, format)
     # torch.optim.SGD counts no steps: a momentum buffer says that there has been one.
     step = as_step(saved.get("step", 1))
     state["step"] = torch.tensor(step, dtype=STEP_DTYPE, device=p.device)
     if "gnorm_vec" in saved:
-        state["gnorm_vec"] = _copy(saved["gnorm_vec"], p.device, torch.float32)
+        state["gnorm_vec"] = saved["gnorm_vec"].detach().to(p.device, torch.float32, copy=True)
     for key, value in saved.items():
-        if key not in used:
+        if key not in used | {"step", "gnorm_vec"}:
             state[key] = (
                 value.detach().to(p.device, copy=True) if isinstance(value, Tensor) else value
             )
-    return state
-
-
-def _copy(x: Tensor, device: torch.device, dtype: torch.dtype | None = None) -> Tensor:
-    return x.detach().to(device=device, dtype=dtype or x.dtype, copy=True).contiguous()
-
-
-def _fitted_moments(
-    saved: Mapping[str, Any], p: Tensor, moments: tuple[Moment, ...], bits: int
-) -> dict[str, Tensor]:
-    """The moments as they are to be stored; codes that stay codes are copied bit for bit."""
-    state: dict[str, Tensor] = {}
-    wide: dict[Moment, Tensor] = {}
-    for moment in moments:
-        value, scales = saved[moment.key], saved.get(f"{moment.key}_absmax")
-        if scales is not None and bits == 8:
-            state[moment.key] = _copy(value, p.device)
-            state[f"{moment.key}_absmax"] = _copy(scales, p.device, torch.float32)
-            continue
-        if scales is not None:
-            value = dequantize_blockwise(value.to(p.device), scales, moment.signed)
-        wide[moment] = _copy(value, p.device, compute_dtype(p))
-    if bits == 8 and wide:  # as in a step, an element with one bad moment starts again in all
-        finite = torch.stack([x.isfinite() for x in wide.values()]).all(0)
-        wide = {moment: torch.where(finite, x, 0.0) for moment, x in wide.items()}
-    for moment, value in wide.items():
-        if bits == 32:
-            state[moment.key] = value
-        else:
-            codes, absmax = quantize_blockwise(value, moment.signed)
-            state[moment.key], state[f"{moment.key}_absmax"] = codes, absmax
     return state

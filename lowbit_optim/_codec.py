@@ -5,8 +5,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from lowbit_optim_kernels.dispatch import engine_for, load_engine
-from lowbit_optim_kernels.formats.dynamic8 import Layout
+from lowbit_optim_kernels import dispatch
+from lowbit_optim_kernels.formats import Unit, units
+from lowbit_optim_kernels.formats.dynamic8 import DYNAMIC8
+from lowbit_optim_kernels.rules import Moment
 
 
 @torch.no_grad()
@@ -43,11 +45,8 @@ def quantize_blockwise(x: Tensor, signed: bool = True) -> tuple[Tensor, Tensor]:
         raise TypeError(f"x must be a floating tensor, got {getattr(x, 'dtype', type(x))}")
     if not isinstance(signed, bool):
         raise TypeError(f"signed must be True or False, got {signed!r}")
-    layout = Layout.of(x.shape)
-    codes = torch.empty(x.shape, dtype=torch.uint8, device=x.device)
-    absmax = torch.empty(layout.absmax_shape, dtype=torch.float32, device=x.device)
-    engine = load_engine(engine_for(x).name)
-    engine.quantize(x.detach().contiguous(), signed, layout.rows, layout.row, codes, absmax)
+    unit = _unit(signed)
+    codes, absmax = dispatch.encode(unit, [x], x.shape).values()
     return codes, absmax
 
 
@@ -82,14 +81,16 @@ def dequantize_blockwise(
         raise TypeError(f"signed must be True or False, got {signed!r}")
     if not dtype.is_floating_point:
         raise TypeError(f"dtype must be a floating dtype, got {dtype}")
-    layout = Layout.of(codes.shape)
-    if tuple(absmax.shape) != layout.absmax_shape:
+    unit = _unit(signed)
+    wanted = unit.parts[1].shape(codes.shape, unit.format.block)
+    if tuple(absmax.shape) != wanted:
         raise ValueError(
-            f"absmax must have shape {layout.absmax_shape} for codes of shape "
-            f"{tuple(codes.shape)}; got {tuple(absmax.shape)}"
+            f"absmax must have shape {wanted} for codes of shape {tuple(codes.shape)}; got "
+            f"{tuple(absmax.shape)}"
         )
-    out = torch.empty(codes.shape, dtype=dtype, device=codes.device)
-    engine = load_engine(engine_for(out).name)
     scales = absmax.detach().to(device=codes.device, dtype=torch.float32).contiguous()
-    engine.dequantize(codes.contiguous(), scales, signed, layout.rows, layout.row, out)
-    return out
+    return dispatch.decode(unit, [codes.contiguous(), scales], codes.shape, dtype)[0]
+
+
+def _unit(signed: bool) -> Unit:
+    return units((Moment("x", signed),), DYNAMIC8)[0]

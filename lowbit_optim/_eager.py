@@ -16,13 +16,14 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from lowbit_optim_kernels.dispatch import engine_for, load_engine
-from lowbit_optim_kernels.formats.dynamic8 import Layout
+from lowbit_optim_kernels import dispatch
+from lowbit_optim_kernels.engines.torch import finite_in_all, keys_of
+from lowbit_optim_kernels.formats import units
+from lowbit_optim_kernels.formats.layout import Layout
 from lowbit_optim_kernels.plan import GNORM_HISTORY, STEP_DTYPE
 from lowbit_optim_kernels.rules import Moment
 
-from . import _checkpoint
-from ._codec import dequantize_blockwise
+from . import _checkpoint, _saved
 from ._optimizer import LowBitOptimizer
 from ._state import Stored, compute_dtype
 
@@ -193,7 +194,7 @@ class EagerOptimizer(LowBitOptimizer):
         work = Work(
             p=p.detach().to(dtype), g=self._prepared(g.to(dtype), t, group, state), t=t, lr=lr,
             group=group, state=state,
-            moments={m.key: _decoded(state, m, dtype) for m in self.MOMENTS},
+            moments=self._decoded(p, group, state, dtype),
         )  # fmt: skip
         p.copy_(self._update(work))
         self._store(work)
@@ -212,39 +213,39 @@ class EagerOptimizer(LowBitOptimizer):
             g = g * _clip_factor(g, state["gnorm_vec"], t + 1, group["percentile_clipping"])
         return g
 
+    def _decoded(
+        self, p: Tensor, group: Mapping[str, Any], state: Mapping[str, Any], dtype: torch.dtype
+    ) -> dict[str, Tensor]:
+        """The moments' numbers by key."""
+        numbers: dict[str, Tensor] = {}
+        for unit in units(self.MOMENTS, self._format(p, group)):
+            stored = [state[part.key] for part in unit.parts]
+            values = dispatch.decode(unit, stored, p.shape, dtype)
+            numbers.update(zip(keys_of(unit), values, strict=True))
+        return numbers
+
     def _store(self, work: Work) -> None:
-        """Quantize the new moments, where they are stored in 8 bits."""
-        state = work.state
-        if state[self.MOMENTS[0].key].dtype != torch.uint8:
-            return  # decoding gave the state itself, and the rule has written it
-        # As in the engines, an element with one bad moment starts again in all of them.
-        finite = torch.stack([x.isfinite() for x in work.moments.values()]).all(0)
-        for moment in self.MOMENTS:
-            x = torch.where(finite, work.moments[moment.key], 0.0).contiguous()
-            codes, absmax = state[moment.key], state[f"{moment.key}_absmax"]
-            layout = Layout.of(codes.shape)
-            engine = load_engine(engine_for(x).name)
-            engine.quantize(x, moment.signed, layout.rows, layout.row, codes, absmax)
+        """Code the new moments, where they are not stored as they are."""
+        p, state = work.p, work.state
+        for unit in units(self.MOMENTS, self._format(p, work.group)):
+            if unit.format.exact:
+                continue  # decoding gave the state itself, and the rule has written it
+            values = finite_in_all([work.moments[moment.key] for moment in unit.moments])
+            layout = Layout.of(p.shape, unit.format.block)
+            dispatch.encode_into(unit, values, layout, [state[part.key] for part in unit.parts])
 
 
 def _check_extra(key: str, value: Any) -> None:
     """Refuse numbers that no step leaves in a state beside the moments."""
     if not isinstance(value, Tensor):
         raise ValueError(f"{key!r} must be a tensor, got {value!r}")
-    _checkpoint.require_dense(key, value)
+    _saved.require_dense(key, value)
     if not bool(value.isfinite().all()):
         raise ValueError(f"{key!r} has elements that are not finite")
     if key.startswith("param_rms_") and bool((value <= 0).any()):
         raise ValueError(f"{key!r} has elements that are not positive")
     if (key.endswith("_sq") or key == "param_rms") and bool((value < 0).any()):
         raise ValueError(f"{key!r} has elements that are negative")
-
-
-def _decoded(state: Mapping[str, Any], moment: Moment, dtype: torch.dtype) -> Tensor:
-    stored = state[moment.key]
-    if stored.dtype != torch.uint8:
-        return stored
-    return dequantize_blockwise(stored, state[f"{moment.key}_absmax"], moment.signed, dtype)
 
 
 def _clip_factor(g: Tensor, history: Tensor, step: int, percentile: int) -> Tensor:

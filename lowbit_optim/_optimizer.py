@@ -11,11 +11,13 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lowbit_optim_kernels import dispatch
-from lowbit_optim_kernels.formats.dynamic8 import Layout
+from lowbit_optim_kernels.formats import Format, units
+from lowbit_optim_kernels.formats.float32 import FLOAT32
+from lowbit_optim_kernels.formats.layout import Layout
 from lowbit_optim_kernels.plan import Batch, Slot
 from lowbit_optim_kernels.rules import Moment, Rule
 
-from . import _checkpoint, _checks, _gradients, _manager, _state
+from . import _checkpoint, _checks, _gradients, _manager, _saved, _state
 from ._found import Found
 from ._settings import Settings, resolved, without_numpy
 from ._state import Stored
@@ -245,8 +247,9 @@ class LowBitOptimizer(Optimizer):
         """Settings by what `GlobalOptimManager` overrides of the parameters."""
         return self._overrides.parts(settings, self._validate)
 
-    def _bits(self, p: Tensor, group: Mapping[str, Any]) -> int:
-        return 8 if group["optim_bits"] == 8 and p.numel() >= group["min_8bit_size"] else 32
+    def _format(self, p: Tensor, group: Mapping[str, Any]) -> Format:
+        """How the moments of a parameter are stored."""
+        return _state.format_of(group) if p.numel() >= group["min_8bit_size"] else FLOAT32
 
     def _check_saved(self, saved: Mapping[str, Any], p: Tensor, group: Mapping[str, Any]) -> None:
         """Raise for numbers that no step leaves in a parameter's state."""
@@ -257,7 +260,7 @@ class LowBitOptimizer(Optimizer):
     def _fitted(self, saved: dict[str, Any], p: Tensor, group: Mapping[str, Any]) -> dict[str, Any]:
         """A parameter's state, copied from `saved` and stored as `group` asks."""
         saved = self._converted(saved, p, group)
-        return _checkpoint.fitted(saved, p, self._moments(group), self._bits(p, group))
+        return _checkpoint.fitted(saved, p, self._moments(group), self._format(p, group))
 
     def _converted(
         self, saved: dict[str, Any], p: Tensor, group: Mapping[str, Any]
@@ -269,9 +272,9 @@ class LowBitOptimizer(Optimizer):
         self, p: Tensor, group: Mapping[str, Any], state: Mapping[str, Any]
     ) -> dict[str, Stored]:
         """Every tensor that a step wants in a parameter's state; `state` is what there is."""
-        clips, bits = group["percentile_clipping"] < 100, self._bits(p, group)
+        clips = group["percentile_clipping"] < 100
         starts = {moment: self._start(moment.key, group) for moment in self._moments(group)}
-        return _state.stored(p, starts, bits, clips)
+        return _state.stored(p, starts, self._format(p, group), clips)
 
     def _new(self, key: str, stored: Stored, p: Tensor, group: Mapping[str, Any]) -> Tensor:
         """How a state begins."""
@@ -304,8 +307,8 @@ class LowBitOptimizer(Optimizer):
         """The last step's `Found` of a part of a group, or a new one and its `_gradients`."""
         params = [p for p in group["params"] if p.grad is not None]
         gradients = [p.grad for p in params if p.grad is not None]
-        settings = ("optim_bits", "min_8bit_size", "percentile_clipping", "fused")
-        form = (self._rule(group), dispatch.request(), *(group[name] for name in settings))
+        settings = ("optim_bits", "state_format", "min_8bit_size", "percentile_clipping", "fused")
+        form = (self._rule(group), dispatch.request(), *map(group.get, settings))
         now, last = Found(form, params, gradients), self._found.get(key)
         if last is not None and last.holds(now, self.state):
             return last.renew(gradients), []
@@ -319,7 +322,6 @@ class LowBitOptimizer(Optimizer):
     ) -> Found:
         """A part's slots; states are created that do not exist yet."""
         found, checked = look
-        keys = [moment.key for moment in self._moments(group)]
         for p, g, engine in checked:
             work = p.resolve_neg().contiguous()
             if work is not p:
@@ -327,7 +329,7 @@ class LowBitOptimizer(Optimizer):
             state = self._state_of(p, group)
             if state is not self.state.get(p):
                 found.new_states[p] = state
-            slot = self._slot(p, work, g, group, state, keys)
+            slot = self._slot(p, work, g, group, state)
             found.slots.append(slot)
             found.batches.setdefault((p.device, engine), []).append(slot)
         return found
@@ -340,7 +342,8 @@ class LowBitOptimizer(Optimizer):
         """
         state = self._converted(self.state.get(p, {}), p, group)
         stored = self._stored(p, group, state)
-        missing = [key for key in stored if key.removesuffix("_absmax") not in state]
+        kept = _saved.keys_of(_saved.known(state, self._moments(group)), self._format(p, group))
+        missing = [key for key in stored if key not in state and key not in kept]
         if missing:
             state = {**state, **{key: self._new(key, stored[key], p, group) for key in missing}}
         if all(tensor.like(state.get(key)) for key, tensor in stored.items()):
@@ -350,17 +353,16 @@ class LowBitOptimizer(Optimizer):
             return self._fitted(state, p, group)
 
     def _slot(
-        self, p: Tensor, work: Tensor, g: Tensor, group: Mapping[str, Any],
-        state: dict[str, Any], keys: list[str],
-    ) -> Slot:  # fmt: skip
-        moments = tuple(state[key] for key in keys)
-        eight = bool(keys) and moments[0].dtype == torch.uint8
-        absmax = tuple(state[f"{key}_absmax"] for key in keys) if eight else ()
-        layout = Layout.of(p.shape)
-        gnorm = state["gnorm_vec"] if group["percentile_clipping"] < 100 else None
+        self, p: Tensor, work: Tensor, g: Tensor, group: Mapping[str, Any], state: dict[str, Any]
+    ) -> Slot:
+        moments = self._moments(group)
+        format = self._format(p, group) if moments else FLOAT32
+        layout = Layout.of(p.shape, format.block)
         return Slot(
-            p=work, g=g, moments=moments, absmax=absmax, step=state["step"],
-            rows=layout.rows, row=layout.row, numel=p.numel(), gnorm_vec=gnorm,
+            p=work, g=g, format=format, step=state["step"],
+            state=tuple(state[part.key] for unit in units(moments, format) for part in unit.parts),
+            rows=layout.rows, row=layout.row, numel=p.numel(),
+            gnorm_vec=state["gnorm_vec"] if group["percentile_clipping"] < 100 else None,
         )  # fmt: skip
 
     def _batches(self, part: Any, group: Mapping[str, Any], found: Found) -> list[Batch]:

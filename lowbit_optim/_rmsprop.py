@@ -9,12 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lowbit_optim_kernels.formats.dynamic8 import TOP_CODE
-from lowbit_optim_kernels.rules import Moment, Rule
+from lowbit_optim_kernels.rules import Rule
 from lowbit_optim_kernels.rules.rmsprop import MEAN, SQUARE, VARIANCE, rmsprop_rule
 
-from . import _checkpoint, _checks
-from ._codec import dequantize_blockwise
+from . import _checks, _saved, _state
 from ._optimizer import LowBitOptimizer
 from ._variants import fixed_bits
 
@@ -117,7 +115,7 @@ class RMSprop(LowBitOptimizer):
         _checks.flag("centered", group["centered"])
 
     def _rule(self, group: Mapping[str, Any]) -> Rule:
-        as_torch = group["optim_bits"] == 32
+        as_torch = _state.format_of(group).exact
         return _rule(group["centered"], group["momentum"] != 0, group["max_unorm"] > 0, as_torch)
 
     def _hyper(self, group: Mapping[str, Any]) -> dict[str, float | Tensor]:
@@ -128,36 +126,24 @@ class RMSprop(LowBitOptimizer):
     ) -> dict[str, Any]:
         """With the second moment that `group` keeps: the mean square or the variance."""
         wanted = self._moments(group)[0]
-        if saved.get(VARIANCE.key) is not None:
-            kept, sound = VARIANCE, True
-        else:  # codes of a mean square, as an earlier version kept, know no variance
-            kept, sound = SQUARE, not (group["centered"] and f"{SQUARE.key}_absmax" in saved)
-        if saved.get(kept.key) is None or (wanted == kept and sound):
+        kept = VARIANCE if saved.get(VARIANCE.key) is not None else SQUARE
+        if saved.get(kept.key) is None:
             return saved
-        x, known = _read(saved, p, kept)
+        # Codes of a mean square, as an earlier version kept, know no variance.
+        sound = kept == VARIANCE or not group["centered"] or _saved.is_exact(saved, SQUARE)
+        if wanted == kept and sound:
+            return saved
+        x, known = _saved.read(saved, p, kept)
         a, a_known = torch.zeros_like(x), torch.zeros_like(x)
         if saved.get(MEAN.key) is not None:
-            a, a_known = _read(saved, p, MEAN)
+            a, a_known = _saved.read(saved, p, MEAN)
         variance = x
         if kept == SQUARE:
             slack = known + 2 * a.abs() * a_known + a_known * a_known
             variance = torch.where(x > 0, torch.maximum(x - a * a, slack), 0.0)
-        converted = {k: v for k, v in saved.items() if k not in (kept.key, f"{kept.key}_absmax")}
+        read = {part.key for unit in _saved.saved_units(saved, (kept,)) for part in unit.parts}
+        converted = {key: value for key, value in saved.items() if key not in read}
         return {**converted, wanted.key: variance if wanted == VARIANCE else variance + a * a}
-
-
-def _read(saved: Mapping[str, Any], p: Tensor, moment: Moment) -> tuple[Tensor, Tensor]:
-    """A saved moment's values, and how far from them what was rounded to them may have been."""
-    keys = (moment.key, f"{moment.key}_absmax")
-    stored = {key: saved[key] for key in keys if key in saved}
-    x = _checkpoint.fitted(stored, p, (moment,), 32)[moment.key]
-    codes = stored[moment.key]
-    if codes.dtype != torch.uint8:
-        return x, torch.finfo(codes.dtype).eps * x.abs()
-    codes, absmax = (value.to(p.device) for value in stored.values())
-    above = dequantize_blockwise(codes.clamp(max=TOP_CODE - 1) + 1, absmax, moment.signed, x.dtype)
-    below = dequantize_blockwise(codes.clamp(min=1) - 1, absmax, moment.signed, x.dtype)
-    return x, torch.maximum(above - x, x - below) / 2
 
 
 RMSprop8bit = fixed_bits(RMSprop, 8)

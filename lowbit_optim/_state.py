@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from lowbit_optim_kernels.formats.dynamic8 import TOP_CODE, ZERO_CODE, Layout
+from lowbit_optim_kernels.formats import FORMATS, OF_BITS, Format, constant, units
 from lowbit_optim_kernels.plan import GNORM_HISTORY, STEP_DTYPE
 from lowbit_optim_kernels.rules import Moment
 
@@ -33,24 +33,32 @@ def compute_dtype(p: Tensor) -> torch.dtype:
     return torch.float64 if p.dtype == torch.float64 else torch.float32
 
 
-def stored(p: Tensor, starts: Mapping[Moment, float], bits: int, clips: bool) -> dict[str, Stored]:
+def stored(
+    p: Tensor, starts: Mapping[Moment, float], format: Format, clips: bool
+) -> dict[str, Stored]:
     """The tensors of a parameter's state.
 
     Args:
         p: the parameter.
         starts: its moments, each with the value that all of its elements have at first.
-        bits: 8 or 32, the width of the moments.
+        format: how they are stored.
         clips: whether percentile clipping keeps a history of norms.
     """
     tensors = {"step": Stored((), STEP_DTYPE, p.device)}
     if clips:
         tensors["gnorm_vec"] = Stored((GNORM_HISTORY,), torch.float32, p.device, -1.0)
-    for moment, start in starts.items():
-        if bits == 32:
-            tensors[moment.key] = Stored(p.shape, compute_dtype(p), p.device, start)
-            continue
-        code, scales = TOP_CODE if start else ZERO_CODE[moment.signed], Layout.of(p.shape)
-        tensors[moment.key] = Stored(p.shape, torch.uint8, p.device, code)
-        absmax = Stored(scales.absmax_shape, torch.float32, p.device, start)
-        tensors[f"{moment.key}_absmax"] = absmax
+    for unit in units(tuple(starts), format):
+        values = constant(unit, tuple(starts[moment] for moment in unit.moments))
+        for part, value in zip(unit.parts, values, strict=True):
+            shape = part.shape(p.shape, unit.format.block)
+            dtype = part.dtype or compute_dtype(p)
+            tensors[part.key] = Stored(shape, dtype, p.device, value)
     return tensors
+
+
+def format_of(group: Mapping[str, Any]) -> Format:
+    """The format that a group's settings ask for; `optim_bits` alone means a format, too."""
+    name = group.get("state_format")
+    if name is None or FORMATS[name].bits != group["optim_bits"]:
+        name = OF_BITS[group["optim_bits"]]
+    return FORMATS[name]

@@ -83,10 +83,7 @@ def a_step(optimizer, rng):
 
 @often(3)
 def a_step_with_the_same_gradients_overwritten(optimizer, rng):
-    """As `zero_grad(set_to_none=False)` leaves them; a twin that was just made has none yet.
-
-    So a gradient is of its parameter's dtype: code for another one may round another way.
-    """
+    """As `zero_grad(set_to_none=False)` leaves them, of p's dtype: a twin may have none yet."""
     for p in all_parameters(optimizer):
         g = random_like(rng, p).bfloat16().half()  # held exactly by every dtype
         if p.grad is not None and p.grad.is_contiguous() and p.grad.dtype == p.dtype:

@@ -75,11 +75,11 @@ def identical(a, b):
 
 
 def tensors_of(tree):
-    """Every tensor in a tree of dicts and lists."""
+    """Every tensor in a tree of dicts, whatever their order, and lists."""
     if isinstance(tree, torch.Tensor):
         return [tree]
     if isinstance(tree, dict):
-        tree = tree.values()
+        tree = [tree[key] for key in sorted(tree, key=str)]
     elif not isinstance(tree, (list, tuple)):
         return []
     return [tensor for item in tree for tensor in tensors_of(item)]

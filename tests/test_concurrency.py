@@ -235,6 +235,7 @@ def test_a_job_that_fails_ends_when_its_helpers_have(run_in_pool):
 def test_a_job_that_is_interrupted_ends_when_its_helpers_have(run_in_pool):
     """Ctrl-C while the caller waits, and again while it still waits."""
     main = threading.main_thread().ident
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's `&` ignores it
 
     def interrupt(share):
         for _ in range(3):
@@ -243,8 +244,11 @@ def test_a_job_that_is_interrupted_ends_when_its_helpers_have(run_in_pool):
         time.sleep(0.1)
 
     share = Share(wait_for_two_calls, interrupt)
-    with pytest.raises(KeyboardInterrupt):
-        run_in_pool(share, 2, 2, [])
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            run_in_pool(share, 2, 2, [])
+    finally:
+        signal.signal(signal.SIGINT, before)
     assert share.ended == 2
 
 

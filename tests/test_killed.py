@@ -48,6 +48,7 @@ def train(folder, cache, steps):
         for p, value in zip(params, saved["params"], strict=True):
             p.data.copy_(value)
         optimizer.load_state_dict(saved["optimizer"])
+    (folder / "began").touch()
     for t in range(first, steps):
         give_gradients(params, t)
         optimizer.step()
@@ -89,11 +90,14 @@ def processes():
     return context
 
 
-def run(processes, folder, cache, seconds=PATIENCE):
-    """Train for so long at most; whether the process was killed then."""
+def run(processes, folder, cache, seconds=PATIENCE, stepping=False):
+    """Train for so long at most, `stepping` from the first step on; whether it was killed then."""
     folder.mkdir(exist_ok=True)
+    before = digests(folder)
     process = processes.Process(target=train, args=(folder, cache, STEPS))
     process.start()
+    while stepping and process.is_alive() and digests(folder) == before:
+        time.sleep(0.001)
     process.join(seconds)
     killed = process.exitcode is None
     process.kill()
@@ -104,17 +108,17 @@ def run(processes, folder, cache, seconds=PATIENCE):
 
 @pytest.fixture(scope="module")
 def uninterrupted(processes, tmp_path_factory):
-    """The digests of a run that nobody kills, and how long it takes with and without a cache."""
+    """The digests of a run that nobody kills, its cache, how long it takes, its steps alone."""
     folder = tmp_path_factory.mktemp("uninterrupted")
-    seconds = []
-    for name in ("cold", "warm"):
-        start = time.monotonic()
-        assert not run(processes, folder / name, folder / "cache")
-        seconds.append(time.monotonic() - start)
+    start = time.monotonic()
+    assert not run(processes, folder / "cold", folder / "cache")
+    whole = time.monotonic() - start
+    assert not run(processes, folder / "warm", folder / "cache")
     cold = digests(folder / "cold")
     assert cold == digests(folder / "warm")
     assert len(cold) == STEPS
-    return dict(cold), seconds
+    written = [(folder / "warm" / name).stat().st_mtime_ns for name in ("began", "digests")]
+    return dict(cold), folder / "cache", whole, (written[1] - written[0]) / 1e9
 
 
 def check_checkpoints(folder, expected):
@@ -133,16 +137,19 @@ def check_checkpoints(folder, expected):
 @pytest.mark.slow
 @pytest.mark.timeout(300 + 30 * KILLS)
 def test_the_next_process_goes_on(processes, uninterrupted, tmp_path):
-    expected, seconds = uninterrupted
+    expected, warm, whole, steps_alone = uninterrupted
     rng = random.Random(0)
     kills, folders = 0, 0
     while kills < KILLS:
-        folder, cache = tmp_path / f"{folders}", tmp_path / f"{folders}-cache"
+        stepping = rng.random() < 0.7
+        folder = tmp_path / f"{folders}"
+        cache = warm if stepping else tmp_path / f"{folders}-cache"
         folders += 1
         for _ in range(min(PER_FOLDER, KILLS - kills)):
-            moment = rng.random() * rng.choice(seconds)
-            print(f"folder {folders}, kill {kills}: after {moment:.3f} s of {seconds}")
-            if not run(processes, folder, cache, moment):
+            moment = rng.random() * (steps_alone if stepping else whole)
+            of = f"{moment:.3f} s of {'steps' if stepping else 'all'}"
+            print(f"folder {folders}, kill {kills}: after {of}, {len(digests(folder))} steps done")
+            if not run(processes, folder, cache, moment, stepping):
                 break
             kills += 1
             check_checkpoints(folder, expected)

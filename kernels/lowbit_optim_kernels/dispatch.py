@@ -19,6 +19,8 @@ from torch import Tensor
 
 from .engines.registry import ENGINES, FALLBACK, default_engine
 from .engines.request import request
+from .formats import Unit
+from .formats.layout import Layout
 from .plan import Batch, Run
 
 
@@ -90,6 +92,52 @@ def engine_for(tensor: Tensor) -> EngineChoice:
 def load_engine(name: str) -> Any:
     """The engine's module; Numba and Triton are imported when first needed."""
     return ENGINES[name].load()
+
+
+def encode(unit: Unit, values: Sequence[Tensor], shape: torch.Size) -> dict[str, Tensor]:
+    """New tensors of a unit's parts, by key; rounded to nearest.
+
+    Args:
+        unit: moments and the format that keeps them.
+        values: a tensor for each moment, of this shape; bad numbers count as zero.
+        shape: of the parameter.
+    """
+    if unit.format.exact:
+        return {part.key: x for part, x in zip(unit.parts, values, strict=True)}
+    layout, device = Layout.of(shape, unit.format.block), values[0].device
+    out = [
+        torch.empty(part.shape(shape, layout.block), dtype=part.dtype, device=device)
+        for part in unit.parts
+    ]
+    encode_into(unit, values, layout, out)
+    return {part.key: x for part, x in zip(unit.parts, out, strict=True)}
+
+
+def encode_into(
+    unit: Unit, values: Sequence[Tensor], layout: Layout, out: Sequence[Tensor]
+) -> None:
+    """The same into the tensors `out`, one for each part."""
+    values = [x.detach().contiguous() for x in values]
+    load_engine(engine_for(values[0]).name).encode(unit, values, layout, out)
+
+
+def decode(
+    unit: Unit, stored: Sequence[Tensor], shape: torch.Size, dtype: torch.dtype
+) -> list[Tensor]:
+    """The numbers of a unit's moments.
+
+    Args:
+        unit: moments and the format that keeps them.
+        stored: a contiguous tensor for each part.
+        shape: of the parameter.
+        dtype: of the numbers.
+    """
+    if unit.format.exact:
+        return [x.to(dtype) for x in stored]
+    layout = Layout.of(shape, unit.format.block)
+    out = [torch.empty(shape, dtype=dtype, device=stored[0].device) for _ in unit.moments]
+    load_engine(engine_for(out[0]).name).decode(unit, stored, layout, out)
+    return out
 
 
 def step(

@@ -4,15 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from .rules import Rule
+from .formats import Format, units
+from .rules import Moment, Rule
 
 GNORM_HISTORY = 100  # steps of squared gradient norms that percentile clipping looks back on
 STEP_DTYPE = torch.int64  # fp32 would stop counting at 2**24
+
+
+P, G, STEP, STATE = 0, 1, 2, 3  # columns of a compiled engine's address table
 
 
 @dataclass
@@ -22,9 +27,8 @@ class Slot:
     Attributes:
         p: the parameter's values; written.
         g: the gradient, of p's shape, any float dtype; only read.
-        moments: one tensor of p's shape per moment of the rule: fp32 (fp64 for fp64 parameters),
-            or uint8 codes when `absmax` is given; written.
-        absmax: fp32 scales per moment in the layout of `rows` x `row`, or () for 32-bit state.
+        format: how the moments are stored that need not stay exact; `float32` without moments.
+        state: the tensors of `formats.units`, one unit's after the other; written.
         step: 0-d int64, the number of steps taken so far; written.
         rows, row: blocks restart every `row` elements; rows * row == p.numel().
         numel: element count of the global tensor.
@@ -33,29 +37,46 @@ class Slot:
 
     p: Tensor
     g: Tensor
-    moments: tuple[Tensor, ...]
-    absmax: tuple[Tensor, ...]
+    format: Format
+    state: tuple[Tensor, ...]
     step: Tensor
     rows: int
     row: int
     numel: int
     gnorm_vec: Tensor | None = None
 
-    @property
-    def bits(self) -> int:
-        """8 or 32: the width of the stored moments."""
-        return 8 if self.absmax else 32
+    def addresses(self, moments: tuple[Moment, ...]) -> list[int]:
+        """The slot's row of a compiled engine's address table, as wide as `address_columns` says.
 
-    def addresses(self, moments: int) -> list[int]:
-        """The slot's row of a compiled engine's address table, for a rule of so many moments.
-
-        p, g, step, moments, absmax, gnorm_vec; 0 for what the slot does not have.
+        p, g, step, what `state_columns` says, gnorm_vec; 0 for what the slot does not have.
         """
-        row = [self.p.data_ptr(), self.g.data_ptr(), self.step.data_ptr()]
-        row += [x.data_ptr() for x in self.moments]
-        row += [x.data_ptr() for x in self.absmax] if self.absmax else [0] * moments
-        row.append(0 if self.gnorm_vec is None else self.gnorm_vec.data_ptr())
+        row = [0] * address_columns(moments)
+        row[P], row[G], row[STEP] = self.p.data_ptr(), self.g.data_ptr(), self.step.data_ptr()
+        for column, x in zip(state_columns(moments, self.format), self.state, strict=True):
+            row[column] = x.data_ptr()
+        if self.gnorm_vec is not None:
+            row[-1] = self.gnorm_vec.data_ptr()
         return row
+
+
+def address_columns(moments: tuple[Moment, ...]) -> int:
+    """Width of a compiled engine's address table: room for two tensors a moment."""
+    return STATE + 2 * len(moments) + 1
+
+
+@cache
+def state_columns(moments: tuple[Moment, ...], format: Format) -> tuple[int, ...]:
+    """Where the address table has the tensors of `Slot.state`.
+
+    Those with a number an element come first, those per block len(moments) columns later.
+    """
+    parts = [part for unit in units(moments, format) for part in unit.parts]
+    free = {False: STATE, True: STATE + len(moments)}
+    columns = []
+    for part in parts:
+        columns.append(free[part.per_block])
+        free[part.per_block] += 1
+    return tuple(columns)
 
 
 @dataclass

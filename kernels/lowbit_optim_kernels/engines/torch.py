@@ -9,14 +9,15 @@ from __future__ import annotations
 import builtins
 import inspect
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ..formats.dynamic8 import BLOCK, block_absmax, decode, encode
+from ..formats import Part, Unit, constant, units
+from ..formats.layout import Layout
 from ..plan import GNORM_HISTORY, Batch, Slot, clips, phase_count
 from ..rules import RuleFunction
 
@@ -81,41 +82,76 @@ def call(fn: RuleFunction, values: dict) -> dict:
     return dict(zip(gives, result if isinstance(result, tuple) else (result,), strict=True))
 
 
-def spans(slot: Slot) -> Iterator[tuple[slice, slice, slice]]:
-    """Rectangles (rows, columns, blocks of a row) that cover the slot, each of a few blocks."""
-    if slot.p.numel() == 0:
+Span = tuple[slice, slice, slice]
+
+
+def spans(rows: int, row: int, block: int) -> Iterator[Span]:
+    """Rectangles (rows, columns, blocks of a row) that cover a tensor, each of a few blocks."""
+    if rows * row == 0:
         return
-    limit = max(SPAN, slot.p.numel() // 128)
-    if slot.row <= limit:
-        step = max(1, limit // max(1, slot.row))
-        for r in range(0, slot.rows, step):
-            yield slice(r, min(r + step, slot.rows)), slice(None), slice(None)
+    limit = max(SPAN, rows * row // 128)
+    if row <= limit:
+        step = max(1, limit // max(1, row))
+        for r in range(0, rows, step):
+            yield slice(r, min(r + step, rows)), slice(None), slice(None)
         return
-    width = limit // BLOCK * BLOCK
-    for r in range(slot.rows):
-        for c in range(0, slot.row, width):
-            yield slice(r, r + 1), slice(c, c + width), slice(c // BLOCK, (c + width) // BLOCK)
+    width = limit // block * block
+    for r in range(rows):
+        for c in range(0, row, width):
+            yield slice(r, r + 1), slice(c, c + width), slice(c // block, (c + width) // block)
 
 
-def _in_blocks(x: Tensor) -> Tensor:
-    """(rows, columns) as (rows, blocks, 256), the last block filled up with zeros."""
-    short = -x.shape[1] % BLOCK
-    x = torch.nn.functional.pad(x, (0, short)) if short else x
-    return x.reshape(x.shape[0], -1, BLOCK)
+def _in_blocks(x: Tensor, block: int, pad: float) -> Tensor:
+    """(rows, columns) as (rows, blocks, block), the last block filled up."""
+    short = -x.shape[1] % block
+    x = torch.nn.functional.pad(x, (0, short), value=pad) if short else x
+    return x.reshape(x.shape[0], -1, block)
 
 
-def decode_rows(codes: Tensor, absmax: Tensor, signed: bool, dtype: torch.dtype) -> Tensor:
-    """Values of codes (rows, columns) with scales (rows, blocks)."""
-    scale = absmax.repeat_interleave(BLOCK, dim=1)[:, : codes.shape[1]]
-    return decode(codes, scale, signed, dtype)
+class _UnitView:
+    """The tensors of a unit of one parameter, read and written a span at a time."""
 
+    def __init__(self, unit: Unit, stored: Sequence[Tensor], rows: int, row: int) -> None:
+        self.unit, self.format = unit, unit.format
+        self.views = [
+            x.view(rows, -1 if part.per_block else row) for part, x in self._pairs(stored)
+        ]
 
-def encode_rows(x: Tensor, signed: bool, codes: Tensor, absmax: Tensor) -> None:
-    """Quantize finite x (rows, columns) into codes (rows, columns) and scales (rows, blocks)."""
-    blocks = _in_blocks(x)
-    scale = block_absmax(blocks)
-    absmax.copy_(scale.squeeze(-1))
-    codes.copy_(encode(blocks, scale, signed).flatten(1)[:, : x.shape[1]])
+    def _pairs(self, stored: Sequence[Tensor]) -> list[tuple[Part, Tensor]]:
+        return list(zip(self.unit.parts, stored, strict=True))
+
+    def _of_span(self, span: Span) -> list[Tensor]:
+        rows, columns, blocks = span
+        return [
+            x[rows, blocks if part.per_block else columns] for part, x in self._pairs(self.views)
+        ]
+
+    def read(self, span: Span, dtype: torch.dtype) -> list[Tensor]:
+        """The numbers of each moment."""
+        stored, moments = self._of_span(span), self.unit.moments
+        if self.format.exact:
+            return self.format.decode(moments, stored, dtype)
+        pads = constant(self.unit, (0.0,) * len(moments))
+        in_blocks = [
+            x[..., None] if part.per_block else _in_blocks(x, self.format.block, pad)
+            for (part, x), pad in zip(self._pairs(stored), pads, strict=True)
+        ]
+        columns = stored[0].shape[1]
+        decoded = self.format.decode(moments, in_blocks, dtype)
+        return [x.flatten(1)[:, :columns] for x in decoded]
+
+    def write(self, span: Span, values: Sequence[Tensor]) -> None:
+        """Store the numbers of each moment, finite ones unless the format is exact."""
+        stored, moments = self._of_span(span), self.unit.moments
+        if not self.format.exact:
+            values = [_in_blocks(x, self.format.block, 0.0) for x in values]
+        for (part, old), new in zip(
+            self._pairs(stored), self.format.encode(moments, values), strict=True
+        ):
+            if self.format.exact:
+                old.copy_(new)
+            else:
+                old.copy_(new.squeeze(-1) if part.per_block else new.flatten(1)[:, : old.shape[1]])
 
 
 class TorchRun:
@@ -181,7 +217,7 @@ class TorchRun:
         if self.live is not None and not bool(self.live):
             return
         for i, slot in enumerate(self.batch.slots):
-            for span in spans(slot):
+            for span in spans(slot.rows, slot.row, slot.format.block):
                 self._write(i, slot, span)
 
     def _clip(self, squares: Tensor) -> Tensor:
@@ -205,7 +241,7 @@ class TorchRun:
         slot = self.batch.slots[i]
         total = torch.zeros(1, dtype=self.scalar_dtype, device=self.device)
         scale = self.values["gscale"][i]
-        for rows, columns, _ in spans(slot):
+        for rows, columns, _ in spans(slot.rows, slot.row, slot.format.block):
             g = slot.g.view(slot.rows, slot.row)[rows, columns].to(self._compute(slot))
             total += (g * scale.to(g.dtype)).square().sum(dtype=self.scalar_dtype)
         return total
@@ -213,7 +249,7 @@ class TorchRun:
     def _sum_terms(self, i: int, terms: RuleFunction) -> Tensor:
         slot = self.batch.slots[i]
         total = torch.zeros(len(terms.gives), dtype=self.scalar_dtype, device=self.device)
-        for span in spans(slot):
+        for span in spans(slot.rows, slot.row, slot.format.block):
             values = self._elements(i, slot, span)
             if "u" in bind(terms)[1]:
                 values["u"] = call(self.batch.rule.direction, values)["u"]
@@ -226,9 +262,9 @@ class TorchRun:
     def _compute(slot: Slot) -> torch.dtype:
         return torch.float64 if slot.p.dtype == torch.float64 else torch.float32
 
-    def _elements(self, i: int, slot: Slot, span: tuple[slice, slice, slice]) -> dict:
+    def _elements(self, i: int, slot: Slot, span: Span) -> dict:
         """Everything the rule may read, for the elements of a span of slot i."""
-        rows, columns, blocks = span
+        rows, columns, _ = span
         dtype = self._compute(slot)
         shape = (slot.rows, slot.row)
         values = {
@@ -237,33 +273,38 @@ class TorchRun:
         }
         values["p"] = slot.p.view(shape)[rows, columns].to(dtype)
         values["g"] = slot.g.view(shape)[rows, columns].to(dtype) * values["gscale"]
-        for k, moment in enumerate(self.batch.rule.moments):
-            stored = slot.moments[k].view(shape)[rows, columns]
-            if slot.absmax:
-                scale = slot.absmax[k].view(slot.rows, -1)[rows, blocks]
-                values[moment.key] = decode_rows(stored, scale, moment.signed, dtype)
-            else:
-                values[moment.key] = stored.to(dtype)
+        for view in self._units(slot):
+            values.update(zip(keys_of(view.unit), view.read(span, dtype), strict=True))
         return values
 
-    def _write(self, i: int, slot: Slot, span: tuple[slice, slice, slice]) -> None:
-        rows, columns, blocks = span
-        shape = (slot.rows, slot.row)
+    def _units(self, slot: Slot) -> list[_UnitView]:
+        views, at = [], 0
+        for unit in units(self.batch.rule.moments, slot.format):
+            stored = slot.state[at : at + len(unit.parts)]
+            views.append(_UnitView(unit, stored, slot.rows, slot.row))
+            at += len(unit.parts)
+        return views
+
+    def _write(self, i: int, slot: Slot, span: Span) -> None:
+        rows, columns, _ = span
         values = self._elements(i, slot, span)
         given = call(self.batch.rule.direction, values)
         p = values["shrink"] * values["p"] - values["rate"] * given["u"]
-        slot.p.view(shape)[rows, columns] = p.to(slot.p.dtype)
-        new = [given[moment.key] for moment in self.batch.rule.moments]
-        if slot.absmax and new:
-            finite = torch.stack([x.isfinite() for x in new]).all(0)
-            new = [torch.where(finite, x, 0.0) for x in new]
-        for k, moment in enumerate(self.batch.rule.moments):
-            stored = slot.moments[k].view(shape)[rows, columns]
-            if slot.absmax:
-                scale = slot.absmax[k].view(slot.rows, -1)[rows, blocks]
-                encode_rows(new[k], moment.signed, stored, scale)
-            else:
-                stored.copy_(new[k])
+        slot.p.view(slot.rows, slot.row)[rows, columns] = p.to(slot.p.dtype)
+        for view in self._units(slot):
+            new = [given[key] for key in keys_of(view.unit)]
+            view.write(span, new if view.format.exact else finite_in_all(new))
+
+
+def keys_of(unit: Unit) -> list[str]:
+    """The keys of a unit's moments."""
+    return [moment.key for moment in unit.moments]
+
+
+def finite_in_all(values: Sequence[Tensor]) -> list[Tensor]:
+    """Moments of which an element with one bad number starts again in all."""
+    finite = torch.stack([x.isfinite() for x in values]).all(0)
+    return [torch.where(finite, x, 0.0) for x in values]
 
 
 def start(batch: Batch) -> TorchRun:
@@ -271,24 +312,21 @@ def start(batch: Batch) -> TorchRun:
     return TorchRun(batch)
 
 
-def quantize(x: Tensor, signed: bool, rows: int, row: int, codes: Tensor, absmax: Tensor) -> None:
-    """Quantize contiguous x of rows x row elements into codes and absmax; bad numbers give zero."""
-    slot = Slot(x, x, (), (), x, rows, row, x.numel())
-    for span in spans(slot):
-        part = x.view(rows, row)[span[0], span[1]]
-        part = part if part.dtype == torch.float64 else part.float()
-        part = torch.where(part.isfinite(), part, 0.0)
-        scale = absmax.view(rows, -1)[span[0], span[2]]
-        encode_rows(part, signed, codes.view(rows, row)[span[0], span[1]], scale)
+def encode(unit: Unit, values: Sequence[Tensor], layout: Layout, out: Sequence[Tensor]) -> None:
+    """Code contiguous tensors into the tensors `out` of a unit's parts; bad numbers give zero."""
+    rows, row = layout.rows, layout.row
+    view = _UnitView(unit, out, rows, row)
+    for span in spans(rows, row, layout.block):
+        parts = [x.view(rows, row)[span[0], span[1]] for x in values]
+        parts = [x if x.dtype == torch.float64 else x.float() for x in parts]
+        view.write(span, finite_in_all(parts))
 
 
-def dequantize(
-    codes: Tensor, absmax: Tensor, signed: bool, rows: int, row: int, out: Tensor
-) -> None:
-    """Write the values of codes (rows x row) with scales absmax into out."""
-    slot = Slot(codes, codes, (), (), codes, rows, row, codes.numel())
-    work = torch.float64 if out.dtype == torch.float64 else torch.float32
-    for rows_, columns, blocks in spans(slot):
-        scale = absmax.view(rows, -1)[rows_, blocks]
-        part = decode_rows(codes.view(rows, row)[rows_, columns], scale, signed, work)
-        out.view(rows, row)[rows_, columns] = part.to(out.dtype)
+def decode(unit: Unit, stored: Sequence[Tensor], layout: Layout, out: Sequence[Tensor]) -> None:
+    """Write the numbers of a unit's moments into the contiguous tensors `out`."""
+    rows, row = layout.rows, layout.row
+    view = _UnitView(unit, stored, rows, row)
+    work = torch.float64 if out[0].dtype == torch.float64 else torch.float32
+    for span in spans(rows, row, layout.block):
+        for x, values in zip(out, view.read(span, work), strict=True):
+            x.view(rows, row)[span[0], span[1]] = values.to(x.dtype)

@@ -1,1 +1,169 @@
-"""State formats: how the moments of a rule are stored."""
+"""State formats: how the moments of a rule are stored.
+
+A format turns the fp32 moments of some elements into a few tensors and back. It is one object, and
+whatever depends on how state is stored asks it: the names, shapes and dtypes of tensors (state
+dicts, checkpoints, memory footprints), how state begins, and each engine's code.
+
+A format codes the moments of a rule *together*: it is handed all of them, so that one may be kept
+relative to another, or two in one byte. 32-bit state is the format `float32`, not the lack of one.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..rules import Moment
+from .layout import BLOCK, Layout
+
+
+@dataclass(frozen=True)
+class Part:
+    """A tensor that holds moments.
+
+    Attributes:
+        key: its name in the state of a parameter.
+        dtype: its dtype; None for the one that the parameter's step is computed in.
+        per_block: whether it has a number a block (of shape `Layout.scales_shape`), not one an
+            element (of the parameter's shape).
+    """
+
+    key: str
+    dtype: torch.dtype | None
+    per_block: bool = False
+
+    def shape(self, shape: torch.Size | tuple[int, ...], block: int) -> tuple[int, ...]:
+        """Its shape for a parameter of this (global) shape."""
+        return Layout.of(shape, block).scales_shape if self.per_block else tuple(shape)
+
+
+class Format(ABC):
+    """A way to store moments. Subclasses are frozen dataclasses; one instance each is in `FORMATS`.
+
+    Attributes:
+        name: what `state_format=` and checkpoints call it.
+        bits: of an element, which `optim_bits` says for short.
+        block: elements that share a scale.
+        numba, triton: modules with the engines' code, imported when an engine first needs them; see
+            docs/adding_a_format.md for what they have.
+    """
+
+    name: str
+    bits: int
+    numba: str
+    triton: str
+    block: int = BLOCK
+
+    @abstractmethod
+    def parts(self, moments: Sequence[Moment]) -> tuple[Part, ...]:
+        """The tensors that these moments are kept in, at most two a moment.
+
+        Those with a number an element come first.
+        """
+
+    @abstractmethod
+    def encode(self, moments: Sequence[Moment], values: Sequence[Tensor]) -> list[Tensor]:
+        """Code whole blocks.
+
+        Args:
+            moments: what is coded.
+            values: for each its finite numbers, of shape (..., block) and fp32 or fp64.
+
+        Returns:
+            For each of `parts` its numbers: (..., block), or (..., 1) of one that is per block.
+        """
+
+    @abstractmethod
+    def decode(
+        self, moments: Sequence[Moment], stored: Sequence[Tensor], dtype: torch.dtype
+    ) -> list[Tensor]:
+        """The numbers of each moment, in `dtype`, of what `encode` returns."""
+
+    def neighbours(self, stored: Sequence[Tensor]) -> list[list[Tensor]]:
+        """What is stored of one moment with every code one lower, and one higher, where it can be.
+
+        They tell how far from a number that is read the one may have been that was written.
+        """
+        codes, *rest = stored
+        top = torch.iinfo(codes.dtype).max
+        return [[codes.clamp(min=1) - 1, *rest], [codes.clamp(max=top - 1) + 1, *rest]]
+
+    @property
+    def exact(self) -> bool:
+        """Whether moments are kept as they are computed."""
+        return False
+
+
+@dataclass(frozen=True)
+class Unit:
+    """Some moments of a rule with the format that they are kept in together.
+
+    Attributes:
+        format: the format.
+        moments: the moments.
+        index: where they are among the rule's.
+        parts: their tensors.
+    """
+
+    format: Format
+    moments: tuple[Moment, ...]
+    index: tuple[int, ...]
+    parts: tuple[Part, ...]
+
+    def split(self, stored: Sequence[Any]) -> tuple[list[Any], list[Any]]:
+        """What there is for each part: for those per element, and for those per block."""
+        pairs = list(zip(self.parts, stored, strict=True))
+        return [x for p, x in pairs if not p.per_block], [x for p, x in pairs if p.per_block]
+
+
+FORMATS: dict[str, Format] = {}
+OF_BITS = {8: "dynamic8", 32: "float32"}  # what `optim_bits` means
+
+
+@cache
+def units(moments: tuple[Moment, ...], format: Format) -> tuple[Unit, ...]:
+    """How a rule's moments are kept: those that must stay exact as `float32`, others as asked."""
+    exact = FORMATS["float32"]
+    made = []
+    for chosen in dict.fromkeys((format, exact)):
+        index = tuple(k for k, m in enumerate(moments) if (exact if m.exact else format) is chosen)
+        kept = tuple(moments[k] for k in index)
+        if kept:
+            made.append(Unit(chosen, kept, index, chosen.parts(kept)))
+    return tuple(made)
+
+
+@cache
+def constant(unit: Unit, values: tuple[float, ...]) -> tuple[float, ...]:
+    """What each part is filled with so that all elements of the moments are these values."""
+    blocks = [torch.full((1, unit.format.block), x, dtype=torch.float64) for x in values]
+    return tuple(x.flatten()[0].item() for x in unit.format.encode(unit.moments, blocks))
+
+
+def register(format: Format) -> Format:
+    """Make a format known by its name."""
+    FORMATS[format.name] = format
+    return format
+
+
+def named(name: str) -> Format:
+    """The format of this name.
+
+    Raises:
+        ValueError: if there is none.
+    """
+    if name not in FORMATS:
+        raise ValueError(
+            f"state_format must be one of {', '.join(map(repr, FORMATS))}; got {name!r}"
+        )
+    return FORMATS[name]
+
+
+from . import dynamic8 as dynamic8  # noqa: E402 (formats register themselves)
+from . import float32 as float32  # noqa: E402

@@ -63,14 +63,18 @@ def gives(*names: str) -> Callable[[Any], RuleFunction]:
 
 @dataclass(frozen=True)
 class Moment:
-    """One moment of the optimizer state: its key in `state_dict()` and the map of its 8-bit code.
+    """One moment of the optimizer state.
 
-    Signed moments use the signed dynamic map; non-negative ones the unsigned map, whose positive
-    values never become zero.
+    Attributes:
+        key: its name in `state_dict()`.
+        signed: False for one that is never negative; a code then keeps a positive number from
+            becoming zero.
+        exact: whether it is kept in 32 bits whatever the state's format is.
     """
 
     key: str
     signed: bool = True
+    exact: bool = False
 
 
 @dataclass(frozen=True)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib
 import inspect
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 from types import ModuleType
@@ -21,8 +22,9 @@ from torch import Tensor
 
 from ...codegen.analysis import hyper_names
 from ...codegen.module_cache import import_source
-from ...formats.dynamic8 import BLOCK
-from ...plan import Batch, Slot, clips, phase_count
+from ...formats import Unit
+from ...formats.layout import BLOCK, Layout
+from ...plan import Batch, G, Slot, address_columns, clips, phase_count
 from ...rules import Rule
 from . import cache as numba_cache
 from . import shared as numba_shared
@@ -97,7 +99,7 @@ class _Plan:
 
 
 def _key(slot: Slot) -> tuple:
-    kinds = (slot.p.dtype, slot.g.dtype, slot.bits, slot.gnorm_vec is not None)
+    kinds = (slot.p.dtype, slot.g.dtype, slot.format, slot.gnorm_vec is not None)
     return (*kinds, slot.rows, slot.row, slot.numel)
 
 
@@ -126,7 +128,7 @@ def _make_plan(batch: Batch, key: tuple) -> _Plan:
     slots, rule = batch.slots, batch.rule
     members: dict[tuple, list[int]] = {}
     for t, slot in enumerate(slots):
-        kinds = (KIND[slot.p.dtype], KIND[slot.g.dtype], slot.bits if rule.moments else 32)
+        kinds = (KIND[slot.p.dtype], KIND[slot.g.dtype], slot.format.bits)
         members.setdefault(kinds, []).append(t)
     names = [f"reduce_{k}" for k in range(len(rule.phases))]
     names += ["update", *(["reduce_clip"] if clips(batch) else [])]
@@ -139,26 +141,24 @@ def _make_plan(batch: Batch, key: tuple) -> _Plan:
         for kinds, group in members.items()
     ]
     geometry = [_geometry(slot) for slot in slots]
-    columns = numba_source.MOMENTS + 2 * len(rule.moments) + 1
     return _Plan(
         key=key,
         buckets=buckets,
         geometry=np.array(geometry, dtype=np.int64),
         scalars=np.zeros((len(slots), numba_source.SCALARS + len(rule.scalars()))),
-        address=np.zeros((len(slots), columns), dtype=np.int64),
+        address=np.zeros((len(slots), address_columns(rule.moments)), dtype=np.int64),
     )
 
 
 def _plan(batch: Batch) -> _Plan:
     plan = batch.cache.get("plan")
     if plan is not None and batch.again and plan.key[0] == batch.rule:
-        plan.address[:, numba_source.G] = [slot.g.data_ptr() for slot in batch.slots]
+        plan.address[:, G] = [slot.g.data_ptr() for slot in batch.slots]
         return plan
     key = (batch.rule, *map(_key, batch.slots))
     if plan is None or plan.key != key:
         plan = batch.cache["plan"] = _make_plan(batch, key)
-    moments = len(batch.rule.moments)
-    plan.address[:] = [slot.addresses(moments) for slot in batch.slots]
+    plan.address[:] = [slot.addresses(batch.rule.moments) for slot in batch.slots]
     return plan
 
 
@@ -235,26 +235,29 @@ def start(batch: Batch) -> NumbaRun:
     return NumbaRun(batch)
 
 
-def quantize(x: Tensor, signed: bool, rows: int, row: int, codes: Tensor, absmax: Tensor) -> None:
-    """Quantize contiguous x of rows x row elements into codes and absmax; bad numbers give zero."""
-    x = x.float()
-    at = [row, x.data_ptr(), codes.data_ptr(), absmax.data_ptr()]
-    _code("quantize", signed, rows, row, at)
+def encode(unit: Unit, values: Sequence[Tensor], layout: Layout, out: Sequence[Tensor]) -> None:
+    """Code contiguous tensors into the tensors `out` of a unit's parts; bad numbers give zero."""
+    count = len(values)
+    for k, (moment, x) in enumerate(zip(unit.moments, values, strict=True)):
+        wide, codes, absmax = x.float(), out[k], out[count + k]
+        at = [layout.row, wide.data_ptr(), codes.data_ptr(), absmax.data_ptr()]
+        _code("quantize", moment.signed, layout, at)
 
 
-def dequantize(
-    codes: Tensor, absmax: Tensor, signed: bool, rows: int, row: int, out: Tensor
-) -> None:
-    """Write the values of codes (rows x row) with scales absmax into out."""
-    wide = out if out.dtype == torch.float32 else torch.empty_like(out, dtype=torch.float32)
-    at = [row, wide.data_ptr(), codes.data_ptr(), absmax.data_ptr()]
-    _code("dequantize", signed, rows, row, at)
-    if wide is not out:
-        out.copy_(wide)
+def decode(unit: Unit, stored: Sequence[Tensor], layout: Layout, out: Sequence[Tensor]) -> None:
+    """Write the numbers of a unit's moments into the contiguous tensors `out`."""
+    count = len(out)
+    for k, (moment, x) in enumerate(zip(unit.moments, out, strict=True)):
+        wide = x if x.dtype == torch.float32 else torch.empty_like(x, dtype=torch.float32)
+        codes, absmax = stored[k], stored[count + k]
+        at = [layout.row, wide.data_ptr(), codes.data_ptr(), absmax.data_ptr()]
+        _code("dequantize", moment.signed, layout, at)
+        if wide is not x:
+            x.copy_(wide)
 
 
-def _code(name: str, signed: bool, rows: int, row: int, work: list[int]) -> None:
+def _code(name: str, signed: bool, layout: Layout, work: list[int]) -> None:
     share = f"{name}_{'signed' if signed else 'unsigned'}_share"
-    threads = torch.get_num_threads() if rows * row > ALONE else 1
+    threads = torch.get_num_threads() if layout.rows * layout.row > ALONE else 1
     function = numba_threads.compiled_share(_shared(), share)
-    numba_threads.run(function, rows * -(-row // BLOCK), threads, work)
+    numba_threads.run(function, layout.rows * layout.blocks_per_row, threads, work)

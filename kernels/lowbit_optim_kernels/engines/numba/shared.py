@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from .source import GSCALE, INNER, STEP
+from ...plan import STEP
+from .source import GSCALE, INNER
 from .threads import share
 
 

@@ -27,10 +27,11 @@ from ...codegen.analysis import (
     scalar_functions,
 )
 from ...formats.dynamic8 import ZERO_CODE
+from ...plan import STATE as MOMENTS
+from ...plan import STEP, G, P, address_columns
 from ...rules import Moment, Rule, RuleFunction, gradient_square
 from .threads import share
 
-P, G, STEP, MOMENTS = 0, 1, 2, 3  # columns of `address`
 GSCALE, SCALARS = 0, 1  # columns of `scalars`
 SIZE = {"f32": 4, "bf16": 2, "f16": 2}
 SPARE = 1024  # bytes of scratch for one padded operand
@@ -342,7 +343,7 @@ class _ElementWriter:
 
     def _share(self, name: str, terms: int) -> str:
         """What threads run: the driver on piece after piece of the chunks."""
-        columns = MOMENTS + 2 * len(self.moments) + 1
+        columns = address_columns(self.moments)
         tables = [f"int_table({{}}, tensors, {columns})", "int_table({}, tensors, 4)"]
         tables += ["int_table({}, count, 3)", "float_list({}, hyper)"]
         tables.append(f"float_table({{}}, tensors, {SCALARS + len(self.rule.scalars())})")

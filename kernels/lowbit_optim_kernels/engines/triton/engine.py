@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import importlib
 import inspect
+from collections.abc import Sequence
 from functools import cache
 from types import ModuleType
 from typing import Any
@@ -23,8 +24,10 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from ...codegen.module_cache import import_source
+from ...formats import Unit
 from ...formats.dynamic8 import triton as triton_codec
 from ...formats.dynamic8 import triton_tables
+from ...formats.layout import Layout
 from ...plan import Batch, clips, phase_count
 from ...rules import Rule
 from . import plan as triton_plan
@@ -282,23 +285,25 @@ def _launch_by_blocks(kernel, device: torch.device, blocks: int, *arguments, **c
         kernel[(-(-blocks // TILE),)](*arguments, **constants, NB=TILE, **OPTIONS)
 
 
-def quantize(x: Tensor, signed: bool, rows: int, row: int, codes: Tensor, absmax: Tensor) -> None:
-    """Quantize contiguous x of rows x row elements into codes and absmax; bad numbers give zero."""
-    ptx, blocks = takes_ptx(x.device), absmax.numel()
-    table = triton_tables.packed(ptx, x.device)
-    _launch_by_blocks(
-        triton_codec.quantize_kernel, x.device, blocks, x, codes, absmax, table, row, blocks,
-        SIGNED=signed, PTX=ptx,
-    )  # fmt: skip
+def encode(unit: Unit, values: Sequence[Tensor], layout: Layout, out: Sequence[Tensor]) -> None:
+    """Code contiguous tensors into the tensors `out` of a unit's parts; bad numbers give zero."""
+    count, device = len(values), values[0].device
+    ptx, blocks = takes_ptx(device), layout.rows * layout.blocks_per_row
+    table = triton_tables.packed(ptx, device)
+    for k, (moment, x) in enumerate(zip(unit.moments, values, strict=True)):
+        _launch_by_blocks(
+            triton_codec.quantize_kernel, device, blocks, x, out[k], out[count + k], table,
+            layout.row, blocks, SIGNED=moment.signed, PTX=ptx,
+        )  # fmt: skip
 
 
-def dequantize(
-    codes: Tensor, absmax: Tensor, signed: bool, rows: int, row: int, out: Tensor
-) -> None:
-    """Write the values of codes (rows x row) with scales absmax into out."""
-    ptx, blocks = takes_ptx(codes.device), absmax.numel()
-    table = triton_tables.packed(ptx, codes.device)
-    _launch_by_blocks(
-        triton_codec.dequantize_kernel, codes.device, blocks, codes, absmax, out, table, row,
-        blocks, SIGNED=signed, PTX=ptx,
-    )  # fmt: skip
+def decode(unit: Unit, stored: Sequence[Tensor], layout: Layout, out: Sequence[Tensor]) -> None:
+    """Write the numbers of a unit's moments into the contiguous tensors `out`."""
+    count, device = len(out), out[0].device
+    ptx, blocks = takes_ptx(device), layout.rows * layout.blocks_per_row
+    table = triton_tables.packed(ptx, device)
+    for k, (moment, x) in enumerate(zip(unit.moments, out, strict=True)):
+        _launch_by_blocks(
+            triton_codec.dequantize_kernel, device, blocks, stored[k], stored[count + k], x, table,
+            layout.row, blocks, SIGNED=moment.signed, PTX=ptx,
+        )  # fmt: skip

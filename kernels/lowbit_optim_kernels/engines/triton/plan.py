@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from ...codegen.analysis import hyper_names
-from ...formats.dynamic8 import BLOCK
-from ...plan import Batch, Slot
+from ...formats.layout import BLOCK
+from ...plan import STATE, Batch, G, P, Slot, address_columns
 from . import kinds as triton_kinds
 from . import source as triton_source
 
@@ -56,12 +56,11 @@ _hyper_names = cache(hyper_names)
 
 def _key(slot: Slot, row: list[int], moments: int) -> tuple:
     """What decides which kernels take a slot, and how it is cut into tiles."""
-    low = row[triton_source.P] | row[triton_source.G]
-    for address in row[triton_source.MOMENTS : triton_source.MOMENTS + moments]:
+    low = row[P] | row[G]
+    for address in row[STATE : STATE + moments]:
         low |= address
     aligned = low % 16 == 0
-    bits = slot.bits if moments else 32
-    return slot.p.dtype, slot.g.dtype, bits, aligned, slot.rows, slot.row, slot.numel
+    return slot.p.dtype, slot.g.dtype, slot.format.bits, aligned, slot.rows, slot.row, slot.numel
 
 
 def _capturing(device: torch.device) -> bool:
@@ -84,7 +83,7 @@ def current(batch: Batch) -> Plan:
         key = plan.key
     else:
         moments = len(batch.rule.moments)
-        rows = [slot.addresses(moments) for slot in batch.slots]
+        rows = [slot.addresses(batch.rule.moments) for slot in batch.slots]
         keys = [_key(slot, row, moments) for slot, row in zip(batch.slots, rows, strict=True)]
         key, pointers = (*common, keys), [address for row in rows for address in row]
     capturing = _capturing(device)
@@ -111,7 +110,7 @@ def _with_new_gradients(plan: Plan, batch: Batch) -> list[int] | None:
     """The plan's addresses with this step's gradients, if nothing else is new; else None."""
     if not batch.again or not plan.pointers:
         return None
-    every = slice(triton_source.G, None, triton_source.address_columns(batch.rule))
+    every = slice(G, None, address_columns(batch.rule.moments))
     gradients = [slot.g.data_ptr() for slot in batch.slots]
     before = plan.pointers[every]
     if any((old ^ new) % 16 for old, new in zip(before, gradients, strict=True)):
@@ -195,7 +194,7 @@ def _make(batch: Batch, key: tuple) -> Plan:
     geometry = np.stack([row, per_row, blocks, starts, np.array(numel, dtype=np.int64)], axis=1)
     width = triton_source.SCALARS + len(batch.rule.scalars())
     float_width = triton_source.SCALARS + len(triton_source.float_names(batch.rule))
-    columns = triton_source.address_columns(batch.rule)
+    columns = address_columns(batch.rule.moments)
 
     def zeros(*shape: int, dtype: torch.dtype = torch.float64) -> Tensor:
         return torch.zeros(shape, dtype=dtype, device=device)

@@ -34,10 +34,11 @@ from ...codegen.analysis import (
     scalar_functions,
 )
 from ...formats.dynamic8 import ZERO_CODE
+from ...plan import STATE as MOMENTS
+from ...plan import STEP, G, P, address_columns
 from ...rules import Rule, RuleFunction, gradient_square
 from .kinds import TENSORS, call_tile, kernel
 
-P, G, STEP, MOMENTS = 0, 1, 2, 3  # columns of `address`
 ROW, PER_ROW, BLOCKS, TILES, NUMEL, GEOMETRY = 0, 1, 2, 3, 4, 5  # of `geometry`; its width
 GSCALE, LIVE, SCALARS = 0, 1, 2  # columns of `scalars` and of `floats`
 LANES = 128  # tensors per program of the per-tensor kernels
@@ -88,11 +89,6 @@ block = first + tile"""
 
 def _call(fn: RuleFunction) -> str:
     return f"{', '.join(fn.gives)} = {fn.__name__}({', '.join(reads(fn))})"
-
-
-def address_columns(rule: Rule) -> int:
-    """Width of the address table."""
-    return MOMENTS + 2 * len(rule.moments) + 1
 
 
 def float_names(rule: Rule) -> list[str]:
@@ -173,7 +169,7 @@ class _Writer:
     def __init__(self, rule: Rule, ptx: bool) -> None:
         self.rule, self.ptx, self.moments = rule, ptx, rule.moments
         self.hyper, self.columns = hyper_names(rule), rule.scalars()
-        self.width, self.stride = SCALARS + len(self.columns), address_columns(rule)
+        self.width, self.stride = SCALARS + len(self.columns), address_columns(rule.moments)
         self.floats = float_names(rule)
         self.float_width = SCALARS + len(self.floats)
 

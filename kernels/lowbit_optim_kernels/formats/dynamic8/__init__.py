@@ -1,4 +1,4 @@
-"""The codec `dynamic8`: blockwise 8-bit numbers with a dynamic code, and their block layout.
+"""The format `dynamic8`: blockwise 8-bit numbers with a dynamic code.
 
 A tensor is stored as uint8 codes of its own shape and one fp32 scale (`absmax`) per block of 256
 elements; an element's value is `codebook[code] * absmax`. The codebook is the dynamic map of
@@ -10,21 +10,23 @@ d = code + 1 (unsigned), d + 1/2 = f, and e the exponent of d (less one when uns
     value = slope[e] f - 0.8 * 10**(e - 6)          slope[e] = 0.9 * 10**(e - 6) / n_e
     f     = (x + 0.8 * 10**(e - 6)) / slope[e]      n_e = 2**e or 2**(e + 1)
 
-This file holds the torch form of it (any device, any float dtype), the tables the compiled engines
-read, and the layout of blocks. It knows nothing of optimizers.
+This file holds the torch form of it (any device, any float dtype) and the tables that the compiled
+engines read.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 
 import torch
 from torch import Tensor
 
-BLOCK = 256
-ROW_LAYOUT_MIN = 64  # rows shorter than this would waste most of a block
+from ...rules import Moment
+from .. import Format, Part, register
+
 ZERO_CODE = {True: 127, False: 0}
 TOP_CODE = 255  # 1.0 in both maps
 
@@ -154,32 +156,30 @@ def block_absmax(x: Tensor) -> Tensor:
 
 
 @dataclass(frozen=True)
-class Layout:
-    """How a tensor's elements fall into blocks of 256, decided by its *global* shape alone.
+class Dynamic8(Format):
+    """Codes in `<key>` and scales in `<key>_absmax`, each moment by itself."""
 
-    `row` is the number of elements after which blocks restart. With ndim >= 2 and at least 64
-    elements in a dim-0 slice that is the slice, so that any shard along dim 0 is a valid piece;
-    otherwise blocks run over the flattened tensor (`by_rows` False).
-    """
+    name: str = "dynamic8"
+    bits: int = 8
+    numba: str = "lowbit_optim_kernels.formats.dynamic8.numba"
+    triton: str = "lowbit_optim_kernels.formats.dynamic8.triton"
 
-    rows: int
-    row: int
-    by_rows: bool
+    def parts(self, moments: Sequence[Moment]) -> tuple[Part, ...]:
+        codes = [Part(moment.key, torch.uint8) for moment in moments]
+        scales = [Part(f"{moment.key}_absmax", torch.float32, True) for moment in moments]
+        return (*codes, *scales)
 
-    @staticmethod
-    def of(shape: torch.Size | tuple[int, ...]) -> Layout:
-        """The layout of a tensor of this (global) shape."""
-        numel = math.prod(shape)
-        if len(shape) >= 2 and numel > 0 and numel // shape[0] >= ROW_LAYOUT_MIN:
-            return Layout(shape[0], numel // shape[0], True)
-        return Layout(1, numel, False)
+    def encode(self, moments: Sequence[Moment], values: Sequence[Tensor]) -> list[Tensor]:
+        scales = [block_absmax(x) for x in values]
+        coded = zip(moments, values, scales, strict=True)
+        return [*(encode(x, scale, moment.signed) for moment, x, scale in coded), *scales]
 
-    @property
-    def blocks_per_row(self) -> int:
-        """Blocks in a row, the last of which may be short."""
-        return -(-self.row // BLOCK)
+    def decode(
+        self, moments: Sequence[Moment], stored: Sequence[Tensor], dtype: torch.dtype
+    ) -> list[Tensor]:
+        codes, scales = stored[: len(moments)], stored[len(moments) :]
+        coded = zip(moments, codes, scales, strict=True)
+        return [decode(c, scale, moment.signed, dtype) for moment, c, scale in coded]
 
-    @property
-    def absmax_shape(self) -> tuple[int, ...]:
-        """Shape of the scales: (rows, blocks per row), or (blocks,) for a flattened layout."""
-        return (self.rows, self.blocks_per_row) if self.by_rows else (self.blocks_per_row,)
+
+DYNAMIC8 = register(Dynamic8())

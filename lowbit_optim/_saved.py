@@ -1,0 +1,174 @@
+"""Moments of a checkpoint: which format they are in, whether they are sound, and how they fit."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lowbit_optim_kernels import dispatch
+from lowbit_optim_kernels.engines.torch import finite_in_all
+from lowbit_optim_kernels.formats import FORMATS, Format, Part, Unit, units
+from lowbit_optim_kernels.rules import Moment
+
+from ._state import compute_dtype
+
+REAL = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
+Moments = tuple[Moment, ...]
+
+
+def _format_of(saved: Mapping[str, Any], moments: Moments) -> Format | None:
+    """The format whose tensors for these moments are all there; of several the one with most."""
+    there = {
+        format: len(keys)
+        for format in FORMATS.values()
+        if (keys := keys_of(moments, format)) <= saved.keys()
+    }
+    return max(there, key=there.__getitem__, default=None)
+
+
+def known(saved: Mapping[str, Any], moments: Moments) -> Moments:
+    """Those of these moments that saved state has, in whatever format."""
+    if _format_of(saved, moments) is not None:
+        return moments
+    return tuple(moment for moment in moments if _format_of(saved, (moment,)) is not None)
+
+
+def is_exact(saved: Mapping[str, Any], moment: Moment) -> bool:
+    """Whether saved state has a moment as it was computed."""
+    return all(unit.format.exact for unit in saved_units(saved, (moment,)))
+
+
+def keys_of(moments: Moments, format: Format) -> set[str]:
+    """The keys of these moments' tensors in a format."""
+    return {part.key for unit in units(moments, format) for part in unit.parts}
+
+
+def saved_units(saved: Mapping[str, Any], moments: Moments) -> tuple[Unit, ...]:
+    """How saved state keeps these moments: in one format, or each in one of its own.
+
+    Raises:
+        ValueError: if tensors of a moment are missing, or there are more than its format has.
+    """
+    each = [_format_of(saved, (moment,)) for moment in moments]
+    if None in each:  # formats may keep moments in tensors that tell none of them apart
+        whole = _format_of(saved, moments)
+        if whole is None:
+            missing = moments[each.index(None)].key
+            raise ValueError(f"it has no {missing!r}, only {sorted(map(str, saved))}")
+        return units(moments, whole)
+    if len(set(each)) == 1:
+        return units(moments, each[0])
+    return tuple(
+        unit for m, format in zip(moments, each, strict=True) for unit in units((m,), format)
+    )
+
+
+def check(saved: Mapping[str, Any], p: Tensor, unit: Unit) -> None:
+    """Raise a ValueError for tensors of a unit that no step leaves behind."""
+    check_shapes(saved, p, unit)
+    for part in unit.parts:
+        value = saved[part.key]
+        require_dense(part.key, value, (part.dtype,) if part.dtype == torch.uint8 else REAL)
+        if part.per_block and not bool(((value >= 0) & value.isfinite()).all()):
+            raise ValueError(f"{part.key!r} has scales that are negative or not finite")
+    if unit.format.exact:
+        for moment in unit.moments:
+            _check_numbers(moment, saved[moment.key].detach(), p)
+
+
+def check_shapes(saved: Mapping[str, Any], p: Tensor, unit: Unit) -> None:
+    """Raise a ValueError for tensors that are not of the shapes that belong to the parameter's."""
+    for part in unit.parts:
+        value, wanted = saved[part.key], part.shape(p.shape, unit.format.block)
+        if not isinstance(value, Tensor) or tuple(value.shape) != wanted:
+            got = tuple(value.shape) if isinstance(value, Tensor) else value
+            raise ValueError(
+                f"{part.key!r} has shape {got!r}; {wanted} is needed for a parameter of "
+                f"{tuple(p.shape)}"
+            )
+        coded = not value.is_floating_point() and not value.is_complex()
+        if coded != (part.dtype == torch.uint8):
+            raise ValueError(
+                f"{part.key!r} is {value.dtype}, and beside it are {sorted(map(str, saved))}: no "
+                f"state format that is known here, {', '.join(FORMATS)}, has such tensors"
+            )
+
+
+def _check_numbers(moment: Moment, value: Tensor, p: Tensor) -> None:
+    # An infinite square freezes its weight, as in torch.optim; no other such number is harmless,
+    # unless the weight is lost already.
+    good = value.isfinite() if moment.signed else value >= 0
+    if p.device.type != "meta":
+        good = good.to(p.device) | ~p.detach().isfinite()
+    if not bool(good.all()):
+        allowed = "finite" if moment.signed else ">= 0"
+        raise ValueError(f"{moment.key!r} has elements that are not {allowed}")
+
+
+def require_dense(key: str, value: Tensor, dtypes: tuple[torch.dtype | None, ...] = REAL) -> None:
+    """Refuse a tensor of another dtype than these, or a sparse one."""
+    if value.dtype not in dtypes or value.layout != torch.strided:
+        allowed = ", ".join(map(str, dtypes))
+        raise ValueError(
+            f"{key!r} must be a dense tensor of {allowed}; got {value.dtype}, {value.layout}"
+        )
+
+
+def copied(part: Part, value: Tensor, p: Tensor) -> Tensor:
+    """A saved tensor on the parameter's device, in the dtype of its part."""
+    dtype = part.dtype or compute_dtype(p)
+    return value.detach().to(device=p.device, dtype=dtype, copy=True).contiguous()
+
+
+def decoded(saved: Mapping[str, Any], p: Tensor, unit: Unit) -> list[Tensor]:
+    """The numbers of a saved unit's moments, in tensors of their own."""
+    stored = [copied(part, saved[part.key], p) for part in unit.parts]
+    return dispatch.decode(unit, stored, p.shape, compute_dtype(p))
+
+
+def fitted(
+    saved: Mapping[str, Any], p: Tensor, moments: Moments, format: Format
+) -> tuple[dict[str, Tensor], set[str]]:
+    """Moments as a parameter is to keep them, and the keys that have been read for that.
+
+    Codes that stay in their format are copied bit for bit.
+    """
+    there = saved_units(saved, moments)
+    for unit in there:
+        check_shapes(saved, p, unit)
+    formats = {moment: unit.format for unit in there for moment in unit.moments}
+    state: dict[str, Tensor] = {}
+    numbers: dict[Moment, Tensor] = {}
+    for wanted in units(moments, format):
+        same = tuple(m for m in wanted.moments if formats[m] is wanted.format)
+        for unit in units(same, wanted.format):
+            state.update({part.key: copied(part, saved[part.key], p) for part in unit.parts})
+        other = tuple(m for m in wanted.moments if m not in same)
+        if not other:
+            continue
+        if not numbers:
+            for unit in there:
+                numbers.update(zip(unit.moments, decoded(saved, p, unit), strict=True))
+        values = [numbers[moment] for moment in other]
+        if not wanted.format.exact:  # as in a step
+            values = finite_in_all(values)
+        for unit in units(other, wanted.format):
+            state.update(dispatch.encode(unit, values, p.shape))
+    return state, {part.key for unit in there for part in unit.parts}
+
+
+def read(saved: Mapping[str, Any], p: Tensor, moment: Moment) -> tuple[Tensor, Tensor]:
+    """A saved moment's numbers, and how far from them what was rounded to them may have been."""
+    (unit,) = saved_units(saved, (moment,))
+    check_shapes(saved, p, unit)
+    stored = [copied(part, saved[part.key], p) for part in unit.parts]
+    (x,) = dispatch.decode(unit, stored, p.shape, compute_dtype(p))
+    if unit.format.exact:
+        return x, torch.finfo(saved[moment.key].dtype).eps * x.abs()
+    neighbours = [
+        dispatch.decode(unit, near, p.shape, x.dtype)[0] for near in unit.format.neighbours(stored)
+    ]
+    return x, torch.stack([(y - x).abs() for y in neighbours]).amax(0) / 2
