@@ -57,8 +57,8 @@ def coarsen(optimizer: torch.optim.Optimizer, every: int) -> None:
 
     What is not negative and not zero stays so, as in the code itself.
     """
-    groups = optimizer.param_groups
-    signed = {m.key: m.signed for group in groups for m in optimizer._moments(group)}
+    count = len(optimizer.param_groups)
+    signed = {m.key: m.signed for index in range(count) for m in optimizer.moments(index)}
 
     def after(*_: object) -> None:
         for state in optimizer.state.values():

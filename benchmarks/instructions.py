@@ -87,7 +87,7 @@ def rule_of(name: str) -> Rule:
     """The rule that an optimizer's front-end chooses for these options."""
     cls, options = OPTIMIZERS[name]
     optimizer = getattr(lowbit_optim, cls)([torch.nn.Parameter(torch.zeros(1))], **options)
-    return optimizer._rule(optimizer.param_groups[0])
+    return optimizer.rule()
 
 
 def measure(name: str, dtype: str, bits: int, target: str, whole: bool = True) -> dict[str, Any]:

@@ -74,7 +74,7 @@ def rule_of(optimizer: torch.optim.Optimizer) -> Rule | None:
     These two are composed of torch operations.
     """
     try:
-        return optimizer._rule(optimizer.param_groups[0])
+        return optimizer.rule()
     except (AttributeError, NotImplementedError):
         return None
 

@@ -16,12 +16,16 @@ from lowbit_optim_kernels.formats.float32 import FLOAT32
 from lowbit_optim_kernels.formats.layout import Layout
 from lowbit_optim_kernels.plan import Batch, Slot
 from lowbit_optim_kernels.rules import Moment, Rule
+from lowbit_optim_kernels.step_plan import StepPlan
 
 from . import _checkpoint, _checks, _gradients, _manager, _saved, _state
-from ._found import Found
 from ._settings import Settings, resolved, without_numpy
 from ._state import Stored
 
+# Settings that decide how state is stored, what is compiled and which engine takes it.
+FORM = (
+    "optim_bits", "state_format", "min_8bit_size", "percentile_clipping", "maximize", "fused",
+)  # fmt: skip
 STATE_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
@@ -68,8 +72,8 @@ class LowBitOptimizer(Optimizer):
         self._forget()
 
     def _forget(self) -> None:
-        self._caches: dict[Any, dict] = {}
-        self._found: dict[Any, Found] = {}
+        self.plans: dict[Any, StepPlan] = {}
+        self._captured: list[Any] = []
         self._settings = Settings()
         self._overrides = _manager.Overrides()
 
@@ -100,6 +104,23 @@ class LowBitOptimizer(Optimizer):
     def _start(self, key: str, group: Mapping[str, Any]) -> float:
         """The value, not negative, that every element of a new moment has."""
         return 0.0
+
+    # What tools, tests and benchmarks may look at, beside `plans`.
+
+    def rule(self, index: int = 0) -> Rule:
+        """The update rule of a parameter group, by its index.
+
+        Raises:
+            NotImplementedError: by `Cain` and `LearnedGradient`, which torch operators step.
+        """
+        return self._rule(self._settings_of(index))
+
+    def moments(self, index: int = 0) -> tuple[Moment, ...]:
+        """The moments that a parameter group keeps."""
+        return self._moments(self._settings_of(index))
+
+    def _settings_of(self, index: int) -> Mapping[str, Any]:
+        return self._settings.of(index, self.param_groups[index], self._validate)
 
     # torch.optim.Optimizer's protocol.
 
@@ -213,35 +234,33 @@ class LowBitOptimizer(Optimizer):
         """
         groups = enumerate(self.param_groups)
         parts = [part for index, group in groups for part in self._parts(index, group)]
-        looks = [self._look(key, group) for key, group in parts]
-        self._found = {}
-        found = [self._find(group, look) for (_, group), look in zip(parts, looks, strict=True)]
-        batches = [
-            batch
-            for (key, group), one in zip(parts, found, strict=True)
-            for batch in self._batches(key, group, one)
-        ]
+        last, self.plans = self.plans, {}
+        plans = {key: self._plan(part, last.get(key)) for key, part in parts}
+        for key, part in parts:
+            self._set_values(plans[key], part)
+            plans[key].take_tables(last.get(key))
+        batches = [batch for plan in plans.values() for batch in plan.batches]
 
         def keep_states() -> None:
-            for one in found:
-                self.state.update(one.new_states)
+            for plan in plans.values():
+                self.state.update(plan.new_states)
 
         if batches:
             dispatch.step(batches, ready=keep_states)
-        written = [p for one in found for p in one.params]
-        for p, work in (pair for one in found for pair in one.staged):
+        written = [p for plan in plans.values() for p in plan.params]
+        for p, work in (pair for plan in plans.values() for pair in plan.staged):
             p.copy_(work)
         # Compiled engines write through addresses, which autograd's version counters do not see.
         if written:
             torch.autograd.graph.increment_version(written)
-        self._found = {
-            key: one for (key, _), one in zip(parts, found, strict=True) if one.close(self.state)
-        }
+        for plan in plans.values():
+            plan.freeze(self.state)
+        self.plans = plans
 
     def _parts(self, index: int, group: Mapping[str, Any]) -> list[tuple[Any, Mapping[str, Any]]]:
         """A group's settings by what is overridden of its parameters; each part with a key."""
-        settings = self._settings.of(index, group, self._validate)
-        return [((index, key), part) for key, part in self._overridden(settings)]
+        parts = self._overridden(self._settings_of(index))
+        return [((index, key), part) for key, part in parts]
 
     def _overridden(self, settings: Mapping[str, Any]) -> list[tuple[Any, Mapping[str, Any]]]:
         """Settings by what `GlobalOptimManager` overrides of the parameters."""
@@ -301,38 +320,53 @@ class LowBitOptimizer(Optimizer):
             found.append((p, self._gradient(p), engine.name))
         return found
 
-    def _look(
-        self, key: Any, group: Mapping[str, Any]
-    ) -> tuple[Found, list[tuple[Tensor, Tensor, str]]]:
-        """The last step's `Found` of a part of a group, or a new one and its `_gradients`."""
+    def _plan(self, group: Mapping[str, Any], last: StepPlan | None) -> StepPlan:
+        """The step plan of a part of a group: the last step's if it holds, else a new one."""
         params = [p for p in group["params"] if p.grad is not None]
         gradients = [p.grad for p in params if p.grad is not None]
-        settings = ("optim_bits", "state_format", "min_8bit_size", "percentile_clipping", "fused")
-        form = (self._rule(group), dispatch.request(), *map(group.get, settings))
-        now, last = Found(form, params, gradients), self._found.get(key)
-        if last is not None and last.holds(now, self.state):
-            return last.renew(gradients), []
-        checked = self._gradients(group)
-        now.params = [p for p, _, _ in checked]
-        now.gradients = [p.grad for p in now.params if p.grad is not None]
-        return now, checked
+        form = (
+            self._rule(group), dispatch.request(), *map(group.get, FORM),
+            self._scaler("grad_scale") is None, self._scaler("found_inf") is None,
+        )  # fmt: skip
+        if last is not None:
+            plan = last.with_gradients(form, params, gradients, self.state)
+            if plan is not None:
+                return plan
+        return self._new_plan(form, group)
 
-    def _find(
-        self, group: Mapping[str, Any], look: tuple[Found, list[tuple[Tensor, Tensor, str]]]
-    ) -> Found:
-        """A part's slots; states are created that do not exist yet."""
-        found, checked = look
-        for p, g, engine in checked:
+    def _new_plan(self, form: tuple, group: Mapping[str, Any]) -> StepPlan:
+        """A step plan; states are created that do not exist yet."""
+        plan = StepPlan(form, [], [])
+        batches: dict[tuple[torch.device, str], list[Slot]] = {}
+        for p, g, engine in self._gradients(group):
+            plan.params.append(p)
+            plan.gradients.append(g if p.grad is None else p.grad)
             work = p.resolve_neg().contiguous()
             if work is not p:
-                found.staged.append((p, work))
+                plan.staged.append((p, work))
             state = self._state_of(p, group)
             if state is not self.state.get(p):
-                found.new_states[p] = state
-            slot = self._slot(p, work, g, group, state)
-            found.slots.append(slot)
-            found.batches.setdefault((p.device, engine), []).append(slot)
-        return found
+                plan.new_states[p] = state
+            slot = self._slot(p, work, dispatch.readable(g, engine), group, state)
+            batches.setdefault((p.device, engine), []).append(slot)
+        plan.batches = [
+            Batch(self._rule(group), slots, *place, captured=self._captured)
+            for place, slots in batches.items()
+        ]
+        return plan
+
+    def _scaler(self, name: str) -> Tensor | None:
+        """What an AMP scaler has set for this step."""
+        return getattr(self, name, None)
+
+    def _set_values(self, plan: StepPlan, group: Mapping[str, Any]) -> None:
+        """Give a plan's batches the values of this step."""
+        hyper = {"lr": group["lr"], "max_unorm": group["max_unorm"], **self._hyper(group)}
+        for batch in plan.batches:
+            batch.hyper, batch.maximize = hyper, group["maximize"]
+            batch.percentile = group["percentile_clipping"]
+            batch.grad_scale = self._scaler("grad_scale")
+            batch.found_inf = self._scaler("found_inf")
 
     def _state_of(self, p: Tensor, group: Mapping[str, Any]) -> dict[str, Any]:
         """A parameter's state if it is as wanted, else a new one; nothing has been changed yet.
@@ -364,18 +398,3 @@ class LowBitOptimizer(Optimizer):
             rows=layout.rows, row=layout.row, numel=p.numel(),
             gnorm_vec=state["gnorm_vec"] if group["percentile_clipping"] < 100 else None,
         )  # fmt: skip
-
-    def _batches(self, part: Any, group: Mapping[str, Any], found: Found) -> list[Batch]:
-        """One batch per device and engine for the parameters of a part of a group."""
-        hyper = {"lr": group["lr"], "max_unorm": group["max_unorm"], **self._hyper(group)}
-        return [
-            Batch(
-                rule=self._rule(group), slots=slots, hyper=hyper, maximize=group["maximize"],
-                percentile=group["percentile_clipping"],
-                grad_scale=getattr(self, "grad_scale", None),
-                found_inf=getattr(self, "found_inf", None),
-                cache=self._caches.setdefault((part, *key), {}),
-                again=found.again,
-            )
-            for key, slots in found.batches.items()
-        ]  # fmt: skip

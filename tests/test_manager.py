@@ -233,14 +233,13 @@ def test_nothing_is_kept_alive_and_no_id_is_taken_for_another(manager):
 
 
 def test_without_overrides_a_groups_settings_are_used_as_they_are(manager):
-    """The same object in every step, while nothing in the group changes."""
+    """Also while there are overrides of the parameters of no optimizer."""
     optimizer = train(lowbit_optim.AdamW8bit(parameters(), min_8bit_size=1), 1)
-    group = optimizer.param_groups[0]
-    ((_, settings),) = optimizer._parts(0, group)
-    assert settings == group
-    manager.override_config(parameters()[0], "lr", 0.0)  # of a parameter of no optimizer
-    ((_, part),) = optimizer._parts(0, group)
-    assert part is settings
+    (plan,) = optimizer.plans.values()
+    manager.override_config(parameters()[0], "lr", 0.0)
+    train(optimizer, 1)
+    assert list(optimizer.plans.values()) == [plan]
+    assert plan.reused
 
 
 def test_the_parameters_of_one_override_are_stepped_together(manager):
@@ -249,9 +248,7 @@ def test_the_parameters_of_one_override_are_stepped_together(manager):
     manager.override_config(params[:2], "lr", 0.5)
     manager.override_config(params[2:4], key_value_dict={"lr": 0.5})
     optimizer = train(lowbit_optim.SGD8bit(params, lr=0.1), 2)
-    parts = optimizer._parts(0, optimizer.param_groups[0])
-    assert [len(group["params"]) for _, group in parts] == [4, 2]
-    assert len(optimizer._caches) == 2
+    assert [len(plan.params) for plan in optimizer.plans.values()] == [4, 2]
 
 
 # Bad input.

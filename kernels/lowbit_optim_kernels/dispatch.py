@@ -89,6 +89,12 @@ def engine_for(tensor: Tensor) -> EngineChoice:
     return _resolve(*request(), tensor.device, tensor.dtype)
 
 
+def readable(g: Tensor, engine: str) -> Tensor:
+    """A gradient in a dtype that an engine reads."""
+    dtypes = ENGINES[engine].dtypes
+    return g if dtypes is None or g.dtype in dtypes else g.float()
+
+
 def load_engine(name: str) -> Any:
     """The engine's module; Numba and Triton are imported when first needed."""
     return ENGINES[name].load()
@@ -156,7 +162,7 @@ def step(
             in place; None when every tensor is whole.
         ready: called when the engines have all that they need, before anything is written.
     """
-    runs: list[Run] = [load_engine(engine_for(b.slots[0].p).name).start(b) for b in batches]
+    runs: list[Run] = [load_engine(batch.engine).start(batch) for batch in batches]
     if ready is not None:
         ready()
     counted: list[Run] = []

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cache
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -18,6 +18,7 @@ STEP_DTYPE = torch.int64  # fp32 would stop counting at 2**24
 
 
 P, G, STEP, STATE = 0, 1, 2, 3  # columns of a compiled engine's address table
+ALIGNMENT = 16  # bytes of the widest access
 
 
 @dataclass
@@ -81,29 +82,70 @@ def state_columns(moments: tuple[Moment, ...], format: Format) -> tuple[int, ...
 
 @dataclass
 class Batch:
-    """One group's slots of one device, the rule, and this step's run-time values.
+    """One group's slots of one device and engine, the rule, and this step's run-time values.
 
     Attributes:
         rule: the update rule.
         slots: parameters that have a gradient in this step.
+        device: of all slots.
+        engine: the name of the engine that steps them.
         hyper: hyperparameters by name; numbers, or 0-d tensors that stay on their device.
         maximize: True flips the gradient.
         percentile: index into the sorted norm history, 100 for no clipping.
         grad_scale, found_inf: 0-d tensors of an AMP scaler, or None.
-        cache: an object that the engine may keep things in from step to step.
-        again: whether the slots are those of this cache's last step, with nothing new beside the
-            gradients' values and addresses, so that the engine need not look at the rest.
+        tables: what the engine has made of the slots; None in a first step. They belong to batches
+            of one `key`.
+        reused: whether nothing is new since the last step beside values, and the gradients'
+            addresses; otherwise every address may be.
+        captured: tables that CUDA graphs read for as long as they are replayed.
+        addresses: the rows of a compiled engine's address table.
+        aligned: whether vectors of a slot's elements can be read and written at once.
+        key: all that the engine's tables depend on beside addresses.
     """
 
     rule: Rule
     slots: list[Slot]
-    hyper: Mapping[str, float | Tensor]
+    device: torch.device
+    engine: str
+    hyper: Mapping[str, float | Tensor] = field(default_factory=dict)
     maximize: bool = False
     percentile: int = 100
     grad_scale: Tensor | None = None
     found_inf: Tensor | None = None
-    cache: dict = field(default_factory=dict)
-    again: bool = False
+    tables: Any = None
+    reused: bool = False
+    captured: list[Any] = field(default_factory=list)
+    addresses: list[list[int]] = field(default_factory=list)
+    aligned: list[bool] = field(default_factory=list)
+    key: tuple = ()
+
+    @property
+    def place(self) -> tuple[torch.device, str]:
+        """What tells the batches of a step plan apart."""
+        return self.device, self.engine
+
+    def look(self) -> None:
+        """Note addresses and the key, while slots and values are what this step has."""
+        self.addresses = [slot.addresses(self.rule.moments) for slot in self.slots]
+        last = STATE + len(self.rule.moments)
+        self.aligned = [
+            not any(address % ALIGNMENT for address in (row[P], row[G], *row[STATE:last]))
+            for row in self.addresses
+        ]
+        switches = (self.maximize, self.grad_scale is None, self.found_inf is None)
+        kinds = [
+            (s.p.dtype, s.g.dtype, s.format, aligned, s.rows, s.row, s.numel, s.gnorm_vec is None)
+            for s, aligned in zip(self.slots, self.aligned, strict=True)
+        ]
+        self.key = (self.rule, self.percentile, *switches, kinds)
+
+    def take_gradients(self, gradients: list[Tensor], addresses: list[int]) -> None:
+        """Go on with new gradients of the same kind."""
+        self.reused = True
+        for slot, g, row, address in zip(
+            self.slots, gradients, self.addresses, addresses, strict=True
+        ):
+            slot.g, row[G] = g, address
 
 
 class Run(Protocol):

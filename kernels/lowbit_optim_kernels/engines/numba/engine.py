@@ -86,7 +86,6 @@ class _Bucket:
 class _Plan:
     """What depends only on the shapes, dtypes and rule of a batch; kept from step to step."""
 
-    key: tuple
     buckets: list[_Bucket]
     geometry: np.ndarray
     scalars: np.ndarray
@@ -96,11 +95,6 @@ class _Plan:
         """Addresses of what a pass over a bucket works on."""
         arrays = (self.address, self.geometry, bucket.chunks, hyper, self.scalars)
         return [array.ctypes.data for array in arrays]
-
-
-def _key(slot: Slot) -> tuple:
-    kinds = (slot.p.dtype, slot.g.dtype, slot.format, slot.gnorm_vec is not None)
-    return (*kinds, slot.rows, slot.row, slot.numel)
 
 
 def _chunks(slots: list[Slot], members: list[int]) -> np.ndarray:
@@ -124,7 +118,7 @@ def _compiled(module: ModuleType, names: list[str]) -> dict[str, Any]:
     return {name: numba_threads.compiled_share(module, f"{name}_share") for name in names}
 
 
-def _make_plan(batch: Batch, key: tuple) -> _Plan:
+def _make_plan(batch: Batch) -> _Plan:
     slots, rule = batch.slots, batch.rule
     members: dict[tuple, list[int]] = {}
     for t, slot in enumerate(slots):
@@ -142,7 +136,6 @@ def _make_plan(batch: Batch, key: tuple) -> _Plan:
     ]
     geometry = [_geometry(slot) for slot in slots]
     return _Plan(
-        key=key,
         buckets=buckets,
         geometry=np.array(geometry, dtype=np.int64),
         scalars=np.zeros((len(slots), numba_source.SCALARS + len(rule.scalars()))),
@@ -151,14 +144,13 @@ def _make_plan(batch: Batch, key: tuple) -> _Plan:
 
 
 def _plan(batch: Batch) -> _Plan:
-    plan = batch.cache.get("plan")
-    if plan is not None and batch.again and plan.key[0] == batch.rule:
-        plan.address[:, G] = [slot.g.data_ptr() for slot in batch.slots]
-        return plan
-    key = (batch.rule, *map(_key, batch.slots))
-    if plan is None or plan.key != key:
-        plan = batch.cache["plan"] = _make_plan(batch, key)
-    plan.address[:] = [slot.addresses(batch.rule.moments) for slot in batch.slots]
+    if batch.tables is None:
+        batch.tables = _make_plan(batch)
+    plan: _Plan = batch.tables
+    if batch.reused:
+        plan.address[:, G] = [row[G] for row in batch.addresses]
+    else:
+        plan.address[:] = batch.addresses
     return plan
 
 
@@ -166,7 +158,6 @@ class NumbaRun:
     """A step of one batch; see `plan.Run`."""
 
     def __init__(self, batch: Batch) -> None:
-        self._own_gradients(batch)
         self.batch = batch
         self.phases = phase_count(batch)
         self.plan = _plan(batch)
@@ -174,12 +165,6 @@ class NumbaRun:
         self.hyper = np.array(values, dtype=np.float64)
         self.live = batch.found_inf is None or float(batch.found_inf) == 0.0
         self.threads = torch.get_num_threads()
-
-    @staticmethod
-    def _own_gradients(batch: Batch) -> None:
-        for slot in batch.slots:
-            if slot.g.dtype not in KIND:
-                slot.g = slot.g.float()
 
     def begin(self) -> None:
         scale = -1.0 if self.batch.maximize else 1.0

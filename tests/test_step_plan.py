@@ -1,4 +1,4 @@
-"""What a step found is used again only while it holds: every change between steps must be seen."""
+"""What a step found is used reused only while it holds: every change between steps must be seen."""
 
 import weakref
 
@@ -17,13 +17,13 @@ def build(cls=lowbit_optim.AdamW8bit, **options):
 
 
 @pytest.fixture
-def again(monkeypatch):
-    """Whether each batch that is stepped was found again, by step."""
+def reused(monkeypatch):
+    """Whether each batch that is stepped was found reused, by step."""
     seen = []
     step = dispatch.step
 
     def spy(batches, **rest):
-        seen.append([batch.again for batch in batches])
+        seen.append([batch.reused for batch in batches])
         return step(batches, **rest)
 
     monkeypatch.setattr(dispatch, "step", spy)
@@ -144,7 +144,7 @@ def test_a_change_is_seen(change, engine):
                 if t == 3:
                     change(optimizer)
                 if optimizer is thorough:
-                    optimizer._found.clear()
+                    optimizer.plans.clear()
                 train(optimizer, 1, first=t)
     assert identical(snapshot(steady), snapshot(thorough))
 
@@ -167,13 +167,13 @@ def test_a_parameter_is_updated_as_it_is_read(change, engine):
     assert identical(snapshot(changed)["params"], snapshot(plain)["params"])
 
 
-def test_nothing_new_is_found_again(again):
+def test_nothing_new_is_found_again(reused):
     """Also with other gradients, another lr and other betas."""
     optimizer = build()
     train(optimizer, 2)
     change_numbers(optimizer)
     train(optimizer, 2)
-    assert again == [[False], [True], [True], [True]]
+    assert reused == [[False], [True], [True], [True]]
 
 
 GRADIENTS = {
@@ -186,7 +186,7 @@ GRADIENTS = {
 
 @pytest.mark.skipif(not hasattr(torch.Tensor, "grad_dtype"), reason="needs torch.Tensor.grad_dtype")
 @pytest.mark.parametrize("kind", GRADIENTS)
-def test_another_kind_of_gradient_is_seen(kind, again):
+def test_another_kind_of_gradient_is_seen(kind, reused):
     made = []
     for thorough in (False, True):
         optimizer = build()
@@ -198,11 +198,11 @@ def test_another_kind_of_gradient_is_seen(kind, again):
                 g, p.grad = GRADIENTS[kind](p.grad), None
                 p.grad = g
             if thorough:
-                optimizer._found.clear()
+                optimizer.plans.clear()
             optimizer.step()
         made.append(snapshot(optimizer))
     assert identical(*made)
-    assert [step[0] for step in again[:5]] == [False, True, True, False, False]
+    assert [step[0] for step in reused[:5]] == [False, True, True, False, False]
 
 
 def test_a_sparse_gradient_is_refused_after_dense_ones():
@@ -214,13 +214,13 @@ def test_a_sparse_gradient_is_refused_after_dense_ones():
         optimizer.step()
 
 
-def test_another_engine_is_taken(again):
+def test_another_engine_is_taken(reused):
     optimizer = build()
     train(optimizer, 2)
     with lowbit_optim.use_engine("torch"):
         train(optimizer, 1, first=2)
     train(optimizer, 1, first=3)
-    assert again == [[False], [True], [False], [False]]
+    assert reused == [[False], [True], [False], [False]]
 
 
 def test_a_parameter_listed_twice_is_stepped_once():
@@ -236,7 +236,7 @@ def test_a_parameter_listed_twice_is_stepped_once():
     assert torch.equal(*made)
 
 
-def test_a_step_that_fails_is_not_used_again(monkeypatch, again):
+def test_a_step_that_fails_is_not_used_again(monkeypatch, reused):
     optimizer = build()
     train(optimizer, 2)
     with monkeypatch.context() as patch:
@@ -248,7 +248,7 @@ def test_a_step_that_fails_is_not_used_again(monkeypatch, again):
         with pytest.raises(RuntimeError, match="out of memory"):
             optimizer.step()
     train(optimizer, 2)
-    assert again == [[False], [True], [False], [True]]
+    assert reused == [[False], [True], [False], [True]]
 
 
 def test_gradients_are_not_kept():

@@ -1,0 +1,121 @@
+"""Cached step plans: what a step needs of parameters, states and gradients, kept while it holds.
+
+A model has hundreds of parameters, and looking at each of them in Python takes longer than a GPU
+needs to step them all. But from step to step nothing changes beside the gradients' values and
+addresses. So the last step's plan is used again if a few flat comparisons say that it holds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import chain
+from operator import eq, is_
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .plan import ALIGNMENT, Batch
+
+
+def _same_objects(a: Iterable[Any], b: Sequence[Any]) -> bool:
+    """Whether two sequences hold the same objects; tensors are not compared by value."""
+    a = list(a)
+    return len(a) == len(b) and all(map(is_, a, b))
+
+
+def _columns(gradients: Sequence[Tensor], addresses: Sequence[int]) -> Iterator[list]:
+    """All that decides how gradients are read; layouts first, as a sparse one has no strides."""
+    yield [g.layout for g in gradients]
+    yield [g.dtype for g in gradients]
+    yield [g.device for g in gradients]
+    yield [g.shape for g in gradients]
+    yield [g.is_contiguous() for g in gradients]
+    yield [g.is_neg() for g in gradients]
+    yield [address % ALIGNMENT for address in addresses]
+
+
+def _addresses(tensors: Iterable[Tensor]) -> list[int]:
+    return [x.data_ptr() if x.layout == torch.strided else 0 for x in tensors]
+
+
+@dataclass
+class StepPlan:
+    """The step of some parameters of a group that share all settings.
+
+    Attributes:
+        form: the settings that decide how state is stored, what is run and by which engine.
+        params, gradients: the parameters that have a gradient, each once, and their `grad`.
+        batches: the parameters by device and engine, as the engines are given them. Each keeps the
+            engine's tables, which the plan after this one takes over if they fit.
+        staged: parameters that are stepped in a contiguous copy, with the copy.
+        new_states: states that are to be kept once the step can no longer fail.
+        reused: whether this is the last step's plan, with new gradients.
+    """
+
+    form: tuple
+    params: list[Tensor]
+    gradients: list[Tensor]
+    batches: list[Batch] = field(default_factory=list)
+    staged: list[tuple[Tensor, Tensor]] = field(default_factory=list)
+    new_states: dict[Tensor, dict[str, Any]] = field(default_factory=dict)
+    reused: bool = False
+    _holds: bool = False
+
+    def take_tables(self, last: StepPlan | None) -> None:
+        """Take over the tables of the last step's plan that fit, once the values are set."""
+        if self is last:
+            return
+        before = {} if last is None else {batch.place: batch for batch in last.batches}
+        for batch in self.batches:
+            batch.look()
+            old = before.get(batch.place)
+            if old is not None and old.key == batch.key:
+                batch.tables = old.tables
+
+    def freeze(self, state: Mapping[Tensor, dict[str, Any]]) -> None:
+        """Note after a step what a later one has to compare.
+
+        Nothing can be used again as it is where a parameter or a gradient is copied to be stepped.
+        """
+        slots = [slot for batch in self.batches for slot in batch.slots]
+        own = set(map(id, self.gradients))
+        holds = not self.staged and all(id(slot.g) in own for slot in slots)
+        for slot in slots:
+            slot.g = slot.p  # gradients would keep memory that the next backward pass needs
+        gradients, self.gradients, self.staged, self.new_states = self.gradients, [], [], {}
+        if self.reused:
+            return
+        self._holds = holds
+        if holds:
+            at = {id(p): i for i, p in enumerate(self.params)}
+            self._order = [[at[id(slot.p)] for slot in batch.slots] for batch in self.batches]
+            self._states = [state[p] for p in self.params]
+            self._values = [value for one in self._states for value in one.values()]
+            self._tensors = [*self.params, *(x for x in self._values if isinstance(x, Tensor))]
+            self._addresses = _addresses(self._tensors)
+            self._columns = list(_columns(gradients, _addresses(gradients)))
+
+    def with_gradients(
+        self, form: tuple, params: list[Tensor], gradients: list[Tensor],
+        state: Mapping[Tensor, dict[str, Any]],
+    ) -> StepPlan | None:  # fmt: skip
+        """This plan with new gradients, if nothing else is new; else None."""
+        if not self._holds or form != self.form or not _same_objects(params, self.params):
+            return None
+        addresses = _addresses(gradients)
+        holds = (
+            all(map(eq, _columns(gradients, addresses), self._columns))
+            and all(map(Tensor.is_contiguous, params))  # `p.data.t()` has p's address
+            and not any(map(Tensor.is_neg, params))
+            and _same_objects(map(state.get, params), self._states)
+            and _same_objects(chain.from_iterable(map(dict.values, self._states)), self._values)
+            and _addresses(self._tensors) == self._addresses
+        )
+        if not holds:
+            return None
+        for batch, order in zip(self.batches, self._order, strict=True):
+            batch.take_gradients([gradients[i] for i in order], [addresses[i] for i in order])
+        self.gradients, self.reused = gradients, True
+        return self
