@@ -21,7 +21,7 @@ PACKAGES = {
 }
 CODE = sorted(
     path
-    for folder in ("lowbit_optim", "kernels", "tests", "benchmarks")
+    for folder in ("lowbit_optim", "kernels", "tests", "benchmarks", "examples")
     for path in (ROOT / folder).rglob("*.py")
 )
 TEXT = [
