@@ -1,4 +1,4 @@
-"""Train with 8-bit AdamW, save a checkpoint in the middle, resume from it, and end at the same loss.
+"""Train with 8-bit AdamW, save half-way, resume, and end at the same loss.
 
     python examples/adamw_8bit.py
 

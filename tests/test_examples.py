@@ -1,4 +1,4 @@
-"""The examples run as a reader would run them, and the examples of docstrings give what they say."""
+"""The examples run as a reader would run them; those of docstrings give what they say."""
 
 import doctest
 import inspect
