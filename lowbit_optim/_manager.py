@@ -12,9 +12,9 @@ from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from . import _checks
+from ._arguments import NOT_SETTINGS
 from ._settings import Validate, resolved
 
-NOT_SETTINGS = ("self", "params", "args", "kwargs", "block_wise", "is_paged")
 NOT_PER_PARAMETER = ("foreach", "fused", "capturable", "differentiable")
 COMMON = {
     "lr": 0.0, "optim_bits": 32, "min_8bit_size": 4096, "percentile_clipping": 100,

@@ -6,6 +6,7 @@ import inspect
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
+from . import _checks
 from ._optimizer import LowBitOptimizer
 
 
@@ -24,6 +25,12 @@ class TrustOptimizer(LowBitOptimizer):
         trusts = [group["trust_coefficient"] for group in (self.defaults, *self.param_groups)]
         if len({trust is None for trust in trusts}) == 1:
             self._refuse_unused(self.defaults, trusts[0])
+
+    def _validate(self, group: Mapping[str, Any]) -> None:
+        super()._validate(group)
+        if group["trust_coefficient"] is not None:
+            _checks.numbers(group, "trust_coefficient")
+        _checks.bounds("weight_norm_bounds", group["weight_norm_bounds"])
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a parameter group; see `LowBitOptimizer`."""
