@@ -80,6 +80,7 @@ class AdEMAMix(LowBitOptimizer):
         percentile_clipping: int = 100,
         max_unorm: float = 0.0,
         args: Any = None,
+        state_format: str | None = None,
         maximize: bool = False,
         foreach: bool | None = None,
         capturable: bool = False,

@@ -91,6 +91,7 @@ class Cain(EagerOptimizer):
         args: Any = None,
         min_8bit_size: int = 4096,
         percentile_clipping: int = 100,
+        state_format: str | None = None,
         maximize: bool = False,
         foreach: bool | None = None,
         capturable: bool = False,

@@ -11,6 +11,8 @@ from typing import Any
 
 import torch
 
+from lowbit_optim_kernels.formats import FORMATS, OF_BITS
+
 
 def number(
     name: str,
@@ -123,10 +125,28 @@ def integer(name: str, value: Any, low: int, high: float = math.inf) -> None:
         raise ValueError(f"{name} must be an integer >= {low}{upper}; got {value!r}")
 
 
+def state_format(value: Any) -> None:
+    """Refuse what is neither None nor the name of a state format."""
+    one_of("state_format", value, (None, *FORMATS))
+
+
+def storage(group: Mapping[str, Any]) -> None:
+    """Refuse bits that mean no format, or not the one that is named beside them."""
+    bits, name = group["optim_bits"], group["state_format"]
+    state_format(name)
+    if name is None:
+        one_of("optim_bits", bits, tuple(OF_BITS))
+    elif bits != FORMATS[name].bits or isinstance(bits, bool):
+        raise ValueError(
+            f"optim_bits and state_format must agree; got optim_bits={bits!r} and "
+            f"state_format={name!r}, which has {FORMATS[name].bits} bits"
+        )
+
+
 def common(group: Mapping[str, Any]) -> None:
     """Check the settings that every optimizer has."""
     learning_rate(group["lr"])
-    one_of("optim_bits", group["optim_bits"], (8, 32))
+    storage(group)
     integer("min_8bit_size", group["min_8bit_size"], 0)
     integer("percentile_clipping", group["percentile_clipping"], 0, 100)
     numbers(group, "max_unorm")

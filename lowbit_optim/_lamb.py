@@ -94,6 +94,7 @@ class LAMB(TrustOptimizer):
         *,
         trust_coefficient: float | None = None,
         weight_norm_bounds: tuple[float, float] | None = None,
+        state_format: str | None = None,
         maximize: bool = False,
         foreach: bool | None = None,
         capturable: bool = False,

@@ -83,6 +83,7 @@ class LANS(LowBitOptimizer):
         min_8bit_size: int = 4096,
         percentile_clipping: int = 100,
         max_unorm: float = 0.0,
+        state_format: str | None = None,
         maximize: bool = False,
         foreach: bool | None = None,
         capturable: bool = False,

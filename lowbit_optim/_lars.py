@@ -139,6 +139,7 @@ class LARS(TrustOptimizer):
         adapt: str = "always",
         skip_wd: bool = False,
         weight_norm_bounds: tuple[float, float] | None = None,
+        state_format: str | None = None,
         maximize: bool = False,
         foreach: bool | None = None,
         capturable: bool = False,

@@ -65,6 +65,7 @@ class Lion(LowBitOptimizer):
         is_paged: bool = False,
         *,
         max_unorm: float = 0.0,
+        state_format: str | None = None,
         maximize: bool = False,
         foreach: bool | None = None,
         capturable: bool = False,

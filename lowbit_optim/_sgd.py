@@ -69,6 +69,7 @@ class SGD(LowBitOptimizer):
         block_wise: bool = True,
         *,
         max_unorm: float = 0.0,
+        state_format: str | None = None,
         maximize: bool = False,
         foreach: bool | None = None,
         capturable: bool = False,

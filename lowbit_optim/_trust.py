@@ -8,6 +8,7 @@ from typing import Any, ClassVar
 
 from . import _checks
 from ._optimizer import LowBitOptimizer
+from ._state import agreeing
 
 
 class TrustOptimizer(LowBitOptimizer):
@@ -35,7 +36,7 @@ class TrustOptimizer(LowBitOptimizer):
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a parameter group; see `LowBitOptimizer`."""
         if isinstance(param_group, dict):
-            merged = {**self.defaults, **param_group}
+            merged = {**self.defaults, **agreeing(param_group, self.defaults)}
             self._check_given(merged)
             # Whole groups of another optimizer have their defaults as keys of their own.
             names = [name for name in (*self.OF_TRUST, "max_unorm") if name in param_group]

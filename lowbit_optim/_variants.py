@@ -6,6 +6,8 @@ import inspect
 from collections.abc import Callable
 from typing import Any, TypeVar
 
+from lowbit_optim_kernels.formats import FORMATS
+
 from . import _checks
 from ._arguments import documented
 from ._optimizer import LowBitOptimizer
@@ -16,8 +18,8 @@ T = TypeVar("T", bound=type[LowBitOptimizer])
 def fixed_bits(bits: int, keep_argument: bool = False) -> Callable[[T], T]:
     """Make a subclass of an optimizer `X` its `X8bit` or `X32bit`.
 
-    It gets a constructor with X's signature, without `optim_bits`, and every argument's description
-    in its docstring.
+    It gets a constructor with X's signature, without `optim_bits` and, with 32 bits, which leave no
+    choice, without `state_format`; and every argument's description in its docstring.
 
     Args:
         bits: 8 or 32.
@@ -25,6 +27,8 @@ def fixed_bits(bits: int, keep_argument: bool = False) -> Callable[[T], T]:
             positional order; it must then be `bits`. Otherwise the argument is gone.
     """
     gone = set() if keep_argument else {"optim_bits"}
+    if bits == 32:
+        gone.add("state_format")
 
     def fix(cls: T) -> T:
         fixed: Any = cls
@@ -53,6 +57,13 @@ def fixed_bits(bits: int, keep_argument: bool = False) -> Callable[[T], T]:
             replaced = _checks.from_args(given.get("args"), "optim_bits", bits)
             if replaced != bits:
                 raise ValueError(f"args.optim_bits must be {bits} for {name}, got {replaced!r}")
+            format = given.get("state_format")
+            _checks.state_format(format)
+            if format is not None and FORMATS[format].bits != bits:
+                raise ValueError(
+                    f"state_format must be one of {bits} bits for {name}, got {format!r}, which "
+                    f"has {FORMATS[format].bits}; use {base.__name__}"
+                )
             super(fixed, self).__init__(**given, optim_bits=bits)
 
         __init__.__qualname__ = f"{name}.__init__"

@@ -21,7 +21,7 @@ STORAGE = """
     percentile_clipping: int = 100
 """
 RUN = """
-    maximize: bool = False, foreach: bool | None = None,
+    state_format: str | None = None, maximize: bool = False, foreach: bool | None = None,
     capturable: bool = False, differentiable: bool = False, fused: bool | None = None
 """
 SIGNATURES = {  # after `params: Any`
@@ -121,6 +121,8 @@ def expected(name):
         parameters["optim_bits"] = parameters["optim_bits"].replace(default=int(bits))
         if stem(name) not in KEEP_OPTIM_BITS:
             del parameters["optim_bits"]
+    if bits == "32":
+        del parameters["state_format"]
     return signature.replace(parameters=list(parameters.values()))
 
 
