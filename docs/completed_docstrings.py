@@ -1,6 +1,6 @@
 """Griffe extension: `documented` classes get the docstring that they have once imported.
 
-The pages are made from the source, which has a common argument's description in a base class only.
+The pages are made from the source, where a description that classes share stands once.
 """
 
 from __future__ import annotations

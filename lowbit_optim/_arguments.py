@@ -2,7 +2,7 @@
 
 A front-end writes its signature out, for people, type checkers and editors. What follows from the
 signature is made from it: a group's defaults, the default of each argument in the docstring, and
-the description of every argument that a base class has described already.
+the description of every argument that others have, too.
 """
 
 from __future__ import annotations
@@ -18,6 +18,27 @@ T = TypeVar("T", bound=type)
 
 NOT_SETTINGS = ("self", "__class__", "params", "args", "kwargs", "block_wise", "is_paged")
 WIDTH = 100
+COMMON = """
+Args:
+    params: parameters, named parameters or parameter groups.
+    lr: learning rate, a number or a tensor of one element.
+    optim_bits: 32 or 8, the width of the moments.
+    args: object whose `optim_bits`, `min_8bit_size`, `percentile_clipping` and `max_unorm` replace
+        these arguments where present.
+    min_8bit_size: tensors with fewer elements keep 32-bit state.
+    percentile_clipping: clip the gradient's norm to this percentile (0..100) of the last 100 steps'
+        norms; 100 is off.
+    block_wise: as in bitsandbytes; state is blockwise either way, and False warns.
+    is_paged: as in bitsandbytes; nothing is paged here, and True warns.
+    max_unorm: cap ||u|| at max_unorm ||p||; 0 is off.
+    state_format: name of the format that the moments are stored in; it decides `optim_bits`. None
+        is what `optim_bits` means: "dynamic8" for 8, "float32" for 32.
+    maximize: ascend instead of descend.
+    foreach: as in torch.optim; all tensors of a group are always stepped together.
+    capturable: as in torch.optim; steps on accelerators can always be captured.
+    differentiable: must be False.
+    fused: True insists on a compiled engine, and `step` raises where there is none.
+"""
 
 
 def settings_of(arguments: Mapping[str, Any]) -> dict[str, Any]:
@@ -29,15 +50,16 @@ def documented(cls: T) -> T:
     """Give a class's docstring an Args section with every argument, in the signature's order.
 
     The docstring describes what is special to the class; other descriptions come from the nearest
-    base class that is `documented` and has them. Defaults are the signature's.
+    base class that is `documented` and has them, or else from `COMMON`. Defaults come from the
+    signature.
 
     Raises:
-        TypeError: for an argument that neither the class nor a base class describes.
+        TypeError: for an argument that nothing describes.
     """
     if sys.flags.optimize >= 2:  # Python has dropped the docstrings
         return cls
     head, own, tail = _sections(inspect.cleandoc(cls.__doc__ or ""))
-    described = {**getattr(cls, "_described", {}), **own}
+    described = {**(getattr(cls, "_described", None) or _sections(COMMON)[1]), **own}
     cls._described = described  # type: ignore[attr-defined]
     parameters = inspect.signature(cls).parameters
     entries = []

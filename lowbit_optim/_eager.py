@@ -78,6 +78,7 @@ class EagerOptimizer(LowBitOptimizer):
     at zero, `_new_extra`.
 
     Args:
+        defaults: the groups' settings; `max_unorm` need not be among them.
         args: object whose `optim_bits`, `min_8bit_size` and `percentile_clipping` replace these
             arguments where present; its `max_unorm` must be 0.
         foreach: must not be True; the tensors are stepped one at a time with torch operators, with

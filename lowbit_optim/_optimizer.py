@@ -18,7 +18,6 @@ from lowbit_optim_kernels.plan import Batch, Slot
 from lowbit_optim_kernels.rules import Moment, Rule
 
 from . import _checkpoint, _checks, _gradients, _manager, _saved, _state
-from ._arguments import documented
 from ._found import Found
 from ._settings import Settings, resolved, without_numpy
 from ._state import Stored
@@ -33,7 +32,6 @@ def _add_header(optimizer: Any, state_dict: dict[str, Any]) -> None:
     state_dict["state"] = _checkpoint.with_saved_steps(state_dict["state"])
 
 
-@documented
 class LowBitOptimizer(Optimizer):
     """Base class of the package's optimizers; not meant to be constructed.
 
@@ -47,29 +45,6 @@ class LowBitOptimizer(Optimizer):
     no memory left between two groups, two tensors of the torch engine, `Cain` or `LearnedGradient`,
     or a tensor that is not contiguous and its copy. On a GPU the last kernel of a group is compiled
     when the groups before it have been launched.
-
-    The arguments after `args` are its subclasses': those that most of them have, described for all.
-
-    Args:
-        params: parameters, named parameters or parameter groups.
-        defaults: the groups' settings, as a subclass makes them of its arguments.
-        args: object whose `optim_bits`, `min_8bit_size`, `percentile_clipping` and `max_unorm`
-            replace these arguments where present.
-        lr: learning rate, a number or a tensor of one element.
-        optim_bits: 32 or 8, the width of the moments.
-        min_8bit_size: tensors with fewer elements keep 32-bit state.
-        percentile_clipping: clip the gradient's norm to this percentile (0..100) of the last 100
-            steps' norms; 100 is off.
-        block_wise: as in bitsandbytes; state is blockwise either way, and False warns.
-        is_paged: as in bitsandbytes; nothing is paged here, and True warns.
-        max_unorm: cap ||u|| at max_unorm ||p||; 0 is off.
-        state_format: name of the format that the moments are stored in; it decides `optim_bits`.
-            None is what `optim_bits` means: "dynamic8" for 8, "float32" for 32.
-        maximize: ascend instead of descend.
-        foreach: as in torch.optim; all tensors of a group are always stepped together.
-        capturable: as in torch.optim; steps on accelerators can always be captured.
-        differentiable: must be False.
-        fused: True insists on a compiled engine, and `step` raises where there is none.
     """
 
     family: ClassVar[str]
