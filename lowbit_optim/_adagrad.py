@@ -12,12 +12,14 @@ from lowbit_optim_kernels.rules import Rule
 from lowbit_optim_kernels.rules.adagrad import adagrad_rule
 
 from . import _checks
+from ._arguments import documented, settings_of
 from ._optimizer import LowBitOptimizer
 from ._variants import fixed_bits
 
 _rule = lru_cache(maxsize=None)(adagrad_rule)
 
 
+@documented
 class Adagrad(LowBitOptimizer):
     r"""Adagrad, its sum of squares in 32 or 8 bits.
 
@@ -27,25 +29,11 @@ class Adagrad(LowBitOptimizer):
         p = p - lr / (1 + (t - 1) lr_decay) d / (sqrt(s) + eps)
 
     Args:
-        params: parameters, named parameters or parameter groups.
-        lr: learning rate, a number or a tensor of one element. Default 1e-2.
-        lr_decay: decay of the learning rate over the tensor's steps. Default 0.
-        weight_decay: coupled (L2) weight decay. Default 0.
-        initial_accumulator_value: value that the sum of squares starts from. Default 0.
-        eps: added to the denominator. Default 1e-10.
-        optim_bits: 32 or 8, the width of the sum of squares. Default 32.
-        args: object whose `optim_bits`, `min_8bit_size`, `percentile_clipping` and `max_unorm`
-            replace these arguments where present.
-        min_8bit_size: tensors with fewer elements keep 32-bit state. Default 4096.
-        percentile_clipping: clip the gradient's norm to this percentile (0..100) of the last 100
-            steps' norms; 100 is off, the default.
-        block_wise: as in bitsandbytes; state is blockwise either way, and False warns.
-        max_unorm: cap the norm of d / (sqrt(s) + eps) at max_unorm ||p||; 0 is off, the default.
-        maximize: ascend instead of descend. Default False.
-        foreach, fused, capturable: as in torch.optim. All tensors of a group are always stepped
-            together and, on accelerators, captured safely; `fused=True` insists on a compiled
-            engine and raises in `step` where there is none.
-        differentiable: must be False.
+        lr_decay: decay of the learning rate over the tensor's steps.
+        weight_decay: coupled (L2) weight decay.
+        initial_accumulator_value: value that the sum of squares starts from.
+        eps: added to the denominator.
+        max_unorm: cap the norm of d / (sqrt(s) + eps) at max_unorm ||p||; 0 is off.
 
     Raises:
         ValueError, TypeError: naming the argument that is not allowed.
@@ -81,6 +69,7 @@ class Adagrad(LowBitOptimizer):
         block_wise: bool = True,
         *,
         max_unorm: float = 0.0,
+        state_format: str | None = None,
         maximize: bool = False,
         foreach: bool | None = None,
         capturable: bool = False,
@@ -88,22 +77,11 @@ class Adagrad(LowBitOptimizer):
         fused: bool | None = None,
     ) -> None:
         _checks.bitsandbytes_switches(block_wise)
-        defaults = {
-            "lr": lr, "lr_decay": lr_decay, "weight_decay": weight_decay,
-            "initial_accumulator_value": initial_accumulator_value, "eps": eps,
-            "optim_bits": optim_bits, "min_8bit_size": min_8bit_size,
-            "percentile_clipping": percentile_clipping, "max_unorm": max_unorm,
-            "maximize": maximize, "foreach": foreach, "capturable": capturable,
-            "differentiable": differentiable, "fused": fused,
-        }  # fmt: skip
-        super().__init__(params, defaults, args)
+        super().__init__(params, settings_of(locals()), args)
 
     def _validate(self, group: Mapping[str, Any]) -> None:
         super()._validate(group)
-        _checks.number("lr_decay", group["lr_decay"], 0.0)
-        _checks.number("weight_decay", group["weight_decay"], 0.0)
-        _checks.number("initial_accumulator_value", group["initial_accumulator_value"], 0.0)
-        _checks.number("eps", group["eps"], 0.0)
+        _checks.numbers(group, "lr_decay", "weight_decay", "initial_accumulator_value", "eps")
 
     def _rule(self, group: Mapping[str, Any]) -> Rule:
         return _rule(cap=group["max_unorm"] > 0)
@@ -115,5 +93,11 @@ class Adagrad(LowBitOptimizer):
         return float(group["initial_accumulator_value"])
 
 
-Adagrad8bit = fixed_bits(Adagrad, 8, keep_argument=True)
-Adagrad32bit = fixed_bits(Adagrad, 32, keep_argument=True)
+@fixed_bits(8, keep_argument=True)
+class Adagrad8bit(Adagrad):
+    """`Adagrad` with 8-bit state; see there for its equations."""
+
+
+@fixed_bits(32, keep_argument=True)
+class Adagrad32bit(Adagrad):
+    """`Adagrad` with 32-bit state; see there for its equations."""

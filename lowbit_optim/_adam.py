@@ -12,12 +12,14 @@ from lowbit_optim_kernels.rules import Rule
 from lowbit_optim_kernels.rules.adam import adam_rule
 
 from . import _checks
+from ._arguments import documented, settings_of
 from ._optimizer import LowBitOptimizer
 from ._variants import fixed_bits
 
 _rule = lru_cache(maxsize=None)(adam_rule)
 
 
+@documented
 class Adam(LowBitOptimizer):
     r"""Adam, its moments in 32 or 8 bits.
 
@@ -30,27 +32,11 @@ class Adam(LowBitOptimizer):
         p = p (1 - lr weight_decay) - lr u            (without the factor unless decoupled)
 
     Args:
-        params: parameters, named parameters or parameter groups.
-        lr: learning rate, a number or a tensor of one element. Default 1e-3.
-        betas: decay rates of the first and second moment. Default (0.9, 0.999).
-        eps: added to the denominator. Default 1e-8.
-        weight_decay: coupled (L2) weight decay. Default 0.
-        amsgrad: use the largest second moment so far, a third state. Default False.
-        optim_bits: 32 or 8, the width of the moments. Default 32.
-        args: object whose `optim_bits`, `min_8bit_size`, `percentile_clipping` and `max_unorm`
-            replace these arguments where present.
-        min_8bit_size: tensors with fewer elements keep 32-bit state. Default 4096.
-        percentile_clipping: clip the gradient's norm to this percentile (0..100) of the last 100
-            steps' norms; 100 is off, the default.
-        block_wise: as in bitsandbytes; state is blockwise either way, and False warns.
-        is_paged: as in bitsandbytes; nothing is paged here, and True warns.
-        max_unorm: cap ||u|| at max_unorm ||p||; 0 is off, the default.
-        decoupled_weight_decay: shrink p by 1 - lr weight_decay instead (AdamW). Default False.
-        maximize: ascend instead of descend. Default False.
-        foreach, fused, capturable: as in torch.optim. All tensors of a group are always stepped
-            together and, on accelerators, captured safely; `fused=True` insists on a compiled
-            engine and raises in `step` where there is none.
-        differentiable: must be False.
+        betas: decay rates of the first and second moment.
+        eps: added to the denominator.
+        weight_decay: coupled (L2) weight decay.
+        amsgrad: use the largest second moment so far, a third state.
+        decoupled_weight_decay: shrink p by 1 - lr weight_decay instead (AdamW).
 
     Raises:
         ValueError, TypeError: naming the argument that is not allowed.
@@ -84,6 +70,7 @@ class Adam(LowBitOptimizer):
         is_paged: bool = False,
         *,
         max_unorm: float = 0.0,
+        state_format: str | None = None,
         maximize: bool = False,
         foreach: bool | None = None,
         capturable: bool = False,
@@ -93,23 +80,13 @@ class Adam(LowBitOptimizer):
     ) -> None:
         _checks.bitsandbytes_order(percentile_clipping, "is_paged")
         _checks.bitsandbytes_switches(block_wise, is_paged)
-        defaults = {
-            "lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay,
-            "amsgrad": amsgrad, "optim_bits": optim_bits, "min_8bit_size": min_8bit_size,
-            "percentile_clipping": percentile_clipping, "max_unorm": max_unorm,
-            "maximize": maximize, "foreach": foreach, "capturable": capturable,
-            "differentiable": differentiable, "fused": fused,
-            "decoupled_weight_decay": decoupled_weight_decay,
-        }  # fmt: skip
-        super().__init__(params, defaults, args)
+        super().__init__(params, settings_of(locals()), args)
 
     def _validate(self, group: Mapping[str, Any]) -> None:
         super()._validate(group)
         _checks.betas(group["betas"])
-        _checks.number("eps", group["eps"], 0.0)
-        _checks.number("weight_decay", group["weight_decay"], 0.0)
-        _checks.flag("amsgrad", group["amsgrad"])
-        _checks.flag("decoupled_weight_decay", group["decoupled_weight_decay"])
+        _checks.numbers(group, "eps", "weight_decay")
+        _checks.flags(group, "amsgrad", "decoupled_weight_decay")
 
     def _rule(self, group: Mapping[str, Any]) -> Rule:
         coupled = group["weight_decay"] != 0 and not group["decoupled_weight_decay"]
@@ -126,6 +103,7 @@ class Adam(LowBitOptimizer):
         }
 
 
+@documented
 class AdamW(Adam):
     r"""Adam with decoupled weight decay, its moments in 32 or 8 bits.
 
@@ -135,17 +113,7 @@ class AdamW(Adam):
         p = p - lr m / (1 - beta1^t) / (sqrt(v / (1 - beta2^t)) + eps)
 
     Args:
-        params: parameters, named parameters or parameter groups.
-        lr: learning rate, a number or a tensor of one element. Default 1e-3.
-        betas: decay rates of the first and second moment. Default (0.9, 0.999).
-        eps: added to the denominator. Default 1e-8.
-        weight_decay: decoupled weight decay. Default 1e-2.
-        amsgrad: use the largest second moment so far, a third state. Default False.
-        optim_bits: 32 or 8, the width of the moments. Default 32.
-        args: object whose `optim_bits`, `min_8bit_size`, `percentile_clipping` and `max_unorm`
-            replace these arguments where present.
-        min_8bit_size, percentile_clipping, block_wise, is_paged, max_unorm, maximize, foreach,
-        fused, capturable, differentiable: as in `Adam`.
+        weight_decay: decoupled weight decay.
 
     Raises:
         ValueError, TypeError: naming the argument that is not allowed.
@@ -178,6 +146,7 @@ class AdamW(Adam):
         is_paged: bool = False,
         *,
         max_unorm: float = 0.0,
+        state_format: str | None = None,
         maximize: bool = False,
         foreach: bool | None = None,
         capturable: bool = False,
@@ -185,10 +154,8 @@ class AdamW(Adam):
         fused: bool | None = None,
     ) -> None:
         super().__init__(
-            params, lr, betas, eps, weight_decay, amsgrad, optim_bits, args, min_8bit_size,
-            percentile_clipping, block_wise, is_paged, max_unorm=max_unorm, maximize=maximize,
-            foreach=foreach, capturable=capturable, differentiable=differentiable, fused=fused,
-            decoupled_weight_decay=True,
+            params, args=args, block_wise=block_wise, is_paged=is_paged,
+            decoupled_weight_decay=True, **settings_of(locals()),
         )  # fmt: skip
 
     def _validate(self, group: Mapping[str, Any]) -> None:
@@ -197,7 +164,21 @@ class AdamW(Adam):
             raise ValueError("decoupled_weight_decay must be True for AdamW; use Adam")
 
 
-Adam8bit = fixed_bits(Adam, 8, keep_argument=True)
-Adam32bit = fixed_bits(Adam, 32, keep_argument=True)
-AdamW8bit = fixed_bits(AdamW, 8, keep_argument=True)
-AdamW32bit = fixed_bits(AdamW, 32, keep_argument=True)
+@fixed_bits(8, keep_argument=True)
+class Adam8bit(Adam):
+    """`Adam` with 8-bit state; see there for its equations."""
+
+
+@fixed_bits(32, keep_argument=True)
+class Adam32bit(Adam):
+    """`Adam` with 32-bit state; see there for its equations."""
+
+
+@fixed_bits(8, keep_argument=True)
+class AdamW8bit(AdamW):
+    """`AdamW` with 8-bit state; see there for its equations."""
+
+
+@fixed_bits(32, keep_argument=True)
+class AdamW32bit(AdamW):
+    """`AdamW` with 32-bit state; see there for its equations."""

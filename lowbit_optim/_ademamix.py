@@ -12,12 +12,14 @@ from lowbit_optim_kernels.rules import Rule
 from lowbit_optim_kernels.rules.ademamix import ademamix_rule
 
 from . import _checks
+from ._arguments import documented, settings_of
 from ._optimizer import LowBitOptimizer
 from ._variants import fixed_bits
 
 _rule = lru_cache(maxsize=None)(ademamix_rule)
 
 
+@documented
 class AdEMAMix(LowBitOptimizer):
     r"""Adam with a second, slow average of the gradient, its moments in 32 or 8 bits.
 
@@ -35,30 +37,14 @@ class AdEMAMix(LowBitOptimizer):
     The state is `exp_avg` (m1), `exp_avg_slow` (m2) and `exp_avg_sq` (v).
 
     Args:
-        params: parameters, named parameters or parameter groups.
-        lr: learning rate, a number or a tensor of one element. Default 1e-3.
-        betas: decay rates of the fast average, the second moment and the slow average. Default
-            (0.9, 0.999, 0.9999).
-        alpha: weight of the slow average. Default 5.0.
-        t_alpha: steps over which alpha rises from 0, usually the whole training; None, the default,
-            for no warm-up.
-        t_beta3: steps over which the slow average's decay rate rises from beta1; None, the default,
-            for no warm-up.
-        eps: added to the denominator. Default 1e-8.
-        weight_decay: decoupled weight decay. Default 1e-2.
-        optim_bits: 32 or 8, the width of the moments. Default 32.
-        min_8bit_size: tensors with fewer elements keep 32-bit state. Default 4096.
-        is_paged: as in bitsandbytes; nothing is paged here, and True warns.
-        percentile_clipping: clip the gradient's norm to this percentile (0..100) of the last 100
-            steps' norms; 100 is off, the default.
-        max_unorm: cap ||u|| at max_unorm ||p||; 0 is off, the default.
-        args: object whose `optim_bits`, `min_8bit_size`, `percentile_clipping` and `max_unorm`
-            replace these arguments where present.
-        maximize: ascend instead of descend. Default False.
-        foreach, fused, capturable: as in torch.optim. All tensors of a group are always stepped
-            together and, on accelerators, captured safely; `fused=True` insists on a compiled
-            engine and raises in `step` where there is none.
-        differentiable: must be False.
+        betas: decay rates of the fast average, the second moment and the slow average.
+        alpha: weight of the slow average.
+        t_alpha: steps over which alpha rises from 0, usually the whole training; None for no
+            warm-up.
+        t_beta3: steps over which the slow average's decay rate rises from beta1; None for no
+            warm-up.
+        eps: added to the denominator.
+        weight_decay: decoupled weight decay.
 
     Raises:
         ValueError, TypeError: naming the argument that is not allowed.
@@ -94,6 +80,7 @@ class AdEMAMix(LowBitOptimizer):
         percentile_clipping: int = 100,
         max_unorm: float = 0.0,
         args: Any = None,
+        state_format: str | None = None,
         maximize: bool = False,
         foreach: bool | None = None,
         capturable: bool = False,
@@ -101,24 +88,16 @@ class AdEMAMix(LowBitOptimizer):
         fused: bool | None = None,
     ) -> None:
         _checks.bitsandbytes_switches(is_paged=is_paged)
-        defaults = {
-            "lr": lr, "betas": betas, "alpha": alpha, "t_alpha": t_alpha, "t_beta3": t_beta3,
-            "eps": eps, "weight_decay": weight_decay, "optim_bits": optim_bits,
-            "min_8bit_size": min_8bit_size, "percentile_clipping": percentile_clipping,
-            "max_unorm": max_unorm, "maximize": maximize, "foreach": foreach,
-            "capturable": capturable, "differentiable": differentiable, "fused": fused,
-        }  # fmt: skip
-        super().__init__(params, defaults, args)
+        super().__init__(params, settings_of(locals()), args)
 
     def _validate(self, group: Mapping[str, Any]) -> None:
         super()._validate(group)
         _checks.betas(group["betas"], 3)
-        _checks.number("alpha", group["alpha"], 0.0)
+        _checks.numbers(group, "alpha")
         for name in ("t_alpha", "t_beta3"):
             if group[name] is not None:
                 _checks.integer(name, group[name], 1)
-        _checks.number("eps", group["eps"], 0.0)
-        _checks.number("weight_decay", group["weight_decay"], 0.0)
+        _checks.numbers(group, "eps", "weight_decay")
 
     def _rule(self, group: Mapping[str, Any]) -> Rule:
         return _rule(cap=group["max_unorm"] > 0)
@@ -137,5 +116,11 @@ class AdEMAMix(LowBitOptimizer):
         }
 
 
-AdEMAMix8bit = fixed_bits(AdEMAMix, 8)
-AdEMAMix32bit = fixed_bits(AdEMAMix, 32)
+@fixed_bits(8)
+class AdEMAMix8bit(AdEMAMix):
+    """`AdEMAMix` with 8-bit state; see there for its equations."""
+
+
+@fixed_bits(32)
+class AdEMAMix32bit(AdEMAMix):
+    """`AdEMAMix` with 32-bit state; see there for its equations."""

@@ -12,6 +12,7 @@ from torch import Tensor
 from lowbit_optim_kernels.rules import TINY, Moment
 
 from . import _checks
+from ._arguments import documented, settings_of
 from ._eager import EagerOptimizer, Work, dot
 from ._variants import fixed_bits
 
@@ -19,6 +20,7 @@ RESET_PERIOD = 1000  # steps after which the rank-1 factor is estimated afresh
 CLAMP_PERIOD = 10
 
 
+@documented
 class Cain(EagerOptimizer):
     r"""icefall's Cain: Adam whose steps are relative to the weights' size; 32 or 8 bits.
 
@@ -43,26 +45,16 @@ class Cain(EagerOptimizer):
                          R = R sqrt(f)
 
     Args:
-        params: parameters, named parameters or parameter groups.
         lr: learning rate, a number or a tensor of one element: the size of a step relative to the
-            weights. Default 1e-2.
-        betas: decay rates of `delta` and of the squared gradients. Default (0.9, 0.98).
-        eps: added to the denominators. Default 1e-8.
-        scale_speed: learning rate of a tensor's size, relative to lr, in (0, 1). Default 0.05.
-        rms_eps: smaller weights count as this large in R, in (0, 0.1). Default 1e-5.
-        param_max: no weight grows beyond this magnitude, in (0.1, 1e4]. Default 20.
+            weights.
+        betas: decay rates of `delta` and of the squared gradients.
+        eps: added to the denominators.
+        scale_speed: learning rate of a tensor's size, relative to lr, in (0, 1).
+        rms_eps: smaller weights count as this large in R, in (0, 0.1).
+        param_max: no weight grows beyond this magnitude, in (0.1, 1e4].
         bias_correction_fix: correct v's bias as Adam does, by sqrt(1 - beta2^(t+1)), in both
-            branches. Default False: the exponents above, with which a first step moves nothing but
-            a tensor's size.
-        optim_bits: 32 or 8, the width of `delta` and v. Default 32.
-        args: object whose `optim_bits`, `min_8bit_size` and `percentile_clipping` replace these
-            arguments where present; its `max_unorm` must be 0.
-        min_8bit_size: tensors with fewer elements keep 32-bit state. Default 4096.
-        percentile_clipping: clip the gradient's norm to this percentile (0..100) of the last 100
-            steps' norms; 100 is off, the default.
-        maximize: ascend instead of descend. Default False.
-        foreach, fused, capturable, differentiable: must not be True; the tensors are stepped one
-            at a time with torch operators, with temporaries of a tensor's size in fp32.
+            branches; False keeps the exponents above, with which a first step moves nothing but a
+            tensor's size.
 
     Raises:
         ValueError, TypeError: naming the argument that is not allowed.
@@ -99,30 +91,23 @@ class Cain(EagerOptimizer):
         args: Any = None,
         min_8bit_size: int = 4096,
         percentile_clipping: int = 100,
+        state_format: str | None = None,
         maximize: bool = False,
         foreach: bool | None = None,
         capturable: bool = False,
         differentiable: bool = False,
         fused: bool | None = None,
     ) -> None:
-        defaults = {
-            "lr": lr, "betas": betas, "eps": eps, "scale_speed": scale_speed, "rms_eps": rms_eps,
-            "param_max": param_max, "bias_correction_fix": bias_correction_fix,
-            "optim_bits": optim_bits, "min_8bit_size": min_8bit_size,
-            "percentile_clipping": percentile_clipping, "max_unorm": 0.0, "maximize": maximize,
-            "foreach": foreach, "capturable": capturable, "differentiable": differentiable,
-            "fused": fused,
-        }  # fmt: skip
-        super().__init__(params, defaults, args)
+        super().__init__(params, settings_of(locals()), args)
 
     def _validate(self, group: Mapping[str, Any]) -> None:
         super()._validate(group)
         _checks.betas(group["betas"])
-        _checks.number("eps", group["eps"], 0.0)
-        _between("scale_speed", group["scale_speed"], 0.0, 1.0, closed=False)
-        _between("rms_eps", group["rms_eps"], 0.0, 0.1, closed=False)
-        _between("param_max", group["param_max"], 0.1, 1e4, closed=True)
-        _checks.flag("bias_correction_fix", group["bias_correction_fix"])
+        _checks.numbers(group, "eps")
+        for name, high in (("scale_speed", 1.0), ("rms_eps", 0.1)):
+            _checks.number(name, group[name], 0.0, high, open_low=True, open_high=True)
+        _checks.number("param_max", group["param_max"], 0.1, 1e4, open_low=True)
+        _checks.flags(group, "bias_correction_fix")
 
     def _extras(
         self, p: Tensor, group: Mapping[str, Any], state: Mapping[str, Any]
@@ -157,15 +142,6 @@ class Cain(EagerOptimizer):
         delta.sub_(u.mul_(work.lr * ((1 - beta1) * correction)))
         new = torch.where(delta != 0, p + delta, p)  # adding 0 would turn -0 into 0
         return new if t % CLAMP_PERIOD else _clamped(new, work)
-
-
-def _between(name: str, value: Any, low: float, high: float, closed: bool) -> None:
-    """Refuse what is not a number in (low, high), or in (low, high] if closed."""
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
-        raise TypeError(f"{name} must be a number, got {value!r}")
-    if not low < value <= high or (value == high and not closed):
-        end = "]" if closed else ")"
-        raise ValueError(f"{name} must be in ({low:g}, {high:g}{end}; got {value!r}")
 
 
 def _clamped(p: Tensor, work: Work) -> Tensor:
@@ -217,5 +193,11 @@ def _update_rms(work: Work) -> list[Tensor]:
     return vectors
 
 
-Cain8bit = fixed_bits(Cain, 8)
-Cain32bit = fixed_bits(Cain, 32)
+@fixed_bits(8)
+class Cain8bit(Cain):
+    """`Cain` with 8-bit state; see there for its equations."""
+
+
+@fixed_bits(32)
+class Cain32bit(Cain):
+    """`Cain` with 32-bit state; see there for its equations."""

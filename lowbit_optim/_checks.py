@@ -11,27 +11,39 @@ from typing import Any
 
 import torch
 
+from lowbit_optim_kernels.formats import FORMATS, OF_BITS
+
 
 def number(
-    name: str, value: Any, low: float, high: float = math.inf, open_high: bool = False
+    name: str,
+    value: Any,
+    low: float,
+    high: float = math.inf,
+    *,
+    open_low: bool = False,
+    open_high: bool = False,
 ) -> None:
-    """Refuse what is not a finite number in [low, high] (or [low, high))."""
+    """Refuse what is not a finite number in [low, high], or in an interval without its ends."""
     if isinstance(value, bool) or not isinstance(value, Real):
         raise TypeError(f"{name} must be a number, got {value!r}")
     x = float(value)
-    inside = low <= x < high if open_high else low <= x <= high
-    if not inside or not math.isfinite(x):
+    outside = x <= low if open_low else x < low
+    outside |= x >= high if open_high else x > high
+    if outside or not math.isfinite(x):
+        lower = f"{'>' if open_low else '>='} {low:g}"
         upper = "" if high == math.inf else f" and {'<' if open_high else '<='} {high:g}"
-        raise ValueError(f"{name} must be finite, >= {low:g}{upper}; got {value!r}")
+        raise ValueError(f"{name} must be finite, {lower}{upper}; got {value!r}")
 
 
 def positive(name: str, value: Any, high: float = math.inf) -> None:
     """Refuse what is not a finite number in (0, high]."""
-    if isinstance(value, bool) or not isinstance(value, Real):
-        raise TypeError(f"{name} must be a number, got {value!r}")
-    if not 0 < float(value) <= high or not math.isfinite(value):
-        upper = "" if high == math.inf else f" and <= {high:g}"
-        raise ValueError(f"{name} must be finite, > 0{upper}; got {value!r}")
+    number(name, value, 0.0, high, open_low=True)
+
+
+def numbers(group: Mapping[str, Any], *names: str) -> None:
+    """Refuse settings that are not finite numbers >= 0."""
+    for name in names:
+        number(name, group[name], 0.0)
 
 
 def _on_accelerator(name: str, value: Any) -> bool:
@@ -76,6 +88,12 @@ def flag(name: str, value: Any) -> None:
         raise TypeError(f"{name} must be True or False; got {value!r}")
 
 
+def flags(group: Mapping[str, Any], *names: str) -> None:
+    """Refuse settings that are not True or False."""
+    for name in names:
+        flag(name, group[name])
+
+
 def optional_flag(name: str, value: Any) -> None:
     """Refuse what is not True, False or None."""
     if value is not None:
@@ -107,16 +125,32 @@ def integer(name: str, value: Any, low: int, high: float = math.inf) -> None:
         raise ValueError(f"{name} must be an integer >= {low}{upper}; got {value!r}")
 
 
+def state_format(value: Any) -> None:
+    """Refuse what is neither None nor the name of a state format."""
+    one_of("state_format", value, (None, *FORMATS))
+
+
+def storage(group: Mapping[str, Any]) -> None:
+    """Refuse bits that mean no format, or not the one that is named beside them."""
+    bits, name = group["optim_bits"], group["state_format"]
+    state_format(name)
+    if name is None:
+        one_of("optim_bits", bits, tuple(OF_BITS))
+    elif bits != FORMATS[name].bits or isinstance(bits, bool):
+        raise ValueError(
+            f"optim_bits and state_format must agree; got optim_bits={bits!r} and "
+            f"state_format={name!r}, which has {FORMATS[name].bits} bits"
+        )
+
+
 def common(group: Mapping[str, Any]) -> None:
     """Check the settings that every optimizer has."""
     learning_rate(group["lr"])
-    one_of("optim_bits", group["optim_bits"], (8, 32))
+    storage(group)
     integer("min_8bit_size", group["min_8bit_size"], 0)
     integer("percentile_clipping", group["percentile_clipping"], 0, 100)
-    number("max_unorm", group["max_unorm"], 0.0)
-    flag("maximize", group["maximize"])
-    flag("capturable", group["capturable"])
-    flag("differentiable", group["differentiable"])
+    numbers(group, "max_unorm")
+    flags(group, "maximize", "capturable", "differentiable")
     optional_flag("foreach", group["foreach"])
     optional_flag("fused", group["fused"])
     if group["differentiable"]:
@@ -184,9 +218,8 @@ def replace_by_args(defaults: dict[str, Any], args: Any) -> None:
 
 def momentum(group: Mapping[str, Any]) -> None:
     """Check the settings of SGD's momentum and coupled weight decay."""
-    number("momentum", group["momentum"], 0.0)
+    numbers(group, "momentum", "weight_decay")
     number("dampening", group["dampening"], 0.0, 1.0)
-    number("weight_decay", group["weight_decay"], 0.0)
     flag("nesterov", group["nesterov"])
     if group["nesterov"] and (group["momentum"] == 0 or group["dampening"] != 0):
         raise ValueError(

@@ -24,6 +24,7 @@ from lowbit_optim_kernels.plan import GNORM_HISTORY, STEP_DTYPE
 from lowbit_optim_kernels.rules import Moment
 
 from . import _checkpoint, _saved
+from ._arguments import documented
 from ._optimizer import LowBitOptimizer
 from ._state import Stored, compute_dtype
 
@@ -69,14 +70,27 @@ def rms(x: Tensor) -> Tensor:
     return mean.sqrt().to(x.dtype)
 
 
+@documented
 class EagerOptimizer(LowBitOptimizer):
     """Base class of the optimizers that torch operators step; not meant to be constructed.
 
     A subclass gives `MOMENTS`, `_validate`, `_extras`, `_update` and, where a state does not start
     at zero, `_new_extra`.
+
+    Args:
+        defaults: the groups' settings; `max_unorm` need not be among them.
+        args: object whose `optim_bits`, `min_8bit_size` and `percentile_clipping` replace these
+            arguments where present; its `max_unorm` must be 0.
+        foreach: must not be True; the tensors are stepped one at a time with torch operators, with
+            temporaries of a tensor's size in fp32.
+        capturable: must be False; the host decides in every step what to do.
+        fused: must not be True; see `foreach`.
     """
 
     MOMENTS: ClassVar[tuple[Moment, ...]]
+
+    def __init__(self, params: Any, defaults: dict[str, Any], args: Any = None) -> None:
+        super().__init__(params, {"max_unorm": 0.0, **defaults}, args)
 
     @abstractmethod
     def _extras(
@@ -170,15 +184,6 @@ class EagerOptimizer(LowBitOptimizer):
             return
         for p, g, part in todo:
             self._step_parameter(p, g, part, states[p])
-
-    def _gradient(self, p: Tensor) -> Tensor:
-        placements = getattr(p, "placements", None)
-        if placements is not None:
-            raise RuntimeError(
-                f"{type(self).__name__} needs whole tensors and does not step a DTensor; got one "
-                f"with placements {placements}"
-            )
-        return super()._gradient(p)
 
     def _step_parameter(
         self, p: Tensor, g: Tensor, group: Mapping[str, Any], state: dict[str, Any]

@@ -12,12 +12,14 @@ from lowbit_optim_kernels.rules import Rule
 from lowbit_optim_kernels.rules.eve import eve_rule
 
 from . import _checks
+from ._arguments import documented, settings_of
 from ._optimizer import LowBitOptimizer
 from ._variants import fixed_bits
 
 _rule = lru_cache(maxsize=None)(eve_rule)
 
 
+@documented
 class Eve(LowBitOptimizer):
     r"""icefall's Eve: Adam whose decay acts only on tensors that have grown; 32 or 8 bits.
 
@@ -32,26 +34,11 @@ class Eve(LowBitOptimizer):
     nothing: there is no decay in it.
 
     Args:
-        params: parameters, named parameters or parameter groups.
-        lr: learning rate, a number or a tensor of one element. Default 1e-3.
-        betas: decay rates of the first and second moment. Default (0.9, 0.98).
-        eps: added to the denominator. Default 1e-8.
+        betas: decay rates of the first and second moment.
+        eps: added to the denominator.
         weight_decay: share of p, 0 to 1, that a step takes off while rms(p) is above the target.
-            Default 1e-3.
-        target_rms: root mean square of p above which it decays, in (0, 10]. Default 0.1.
-        optim_bits: 32 or 8, the width of the moments. Default 32.
-        args: object whose `optim_bits`, `min_8bit_size`, `percentile_clipping` and `max_unorm`
-            replace these arguments where present.
-        min_8bit_size: tensors with fewer elements keep 32-bit state. Default 4096.
-        percentile_clipping: clip the gradient's norm to this percentile (0..100) of the last 100
-            steps' norms; 100 is off, the default.
-        max_unorm: cap the norm of the update without the decay at max_unorm ||p||; 0 is off, the
-            default.
-        maximize: ascend instead of descend. Default False.
-        foreach, fused, capturable: as in torch.optim. All tensors of a group are always stepped
-            together and, on accelerators, captured safely; `fused=True` insists on a compiled
-            engine and raises in `step` where there is none.
-        differentiable: must be False.
+        target_rms: root mean square of p above which it decays, in (0, 10].
+        max_unorm: cap the norm of the update without the decay at max_unorm ||p||; 0 is off.
 
     Raises:
         ValueError, TypeError: naming the argument that is not allowed.
@@ -83,25 +70,19 @@ class Eve(LowBitOptimizer):
         min_8bit_size: int = 4096,
         percentile_clipping: int = 100,
         max_unorm: float = 0.0,
+        state_format: str | None = None,
         maximize: bool = False,
         foreach: bool | None = None,
         capturable: bool = False,
         differentiable: bool = False,
         fused: bool | None = None,
     ) -> None:
-        defaults = {
-            "lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay,
-            "target_rms": target_rms, "optim_bits": optim_bits, "min_8bit_size": min_8bit_size,
-            "percentile_clipping": percentile_clipping, "max_unorm": max_unorm,
-            "maximize": maximize, "foreach": foreach, "capturable": capturable,
-            "differentiable": differentiable, "fused": fused,
-        }  # fmt: skip
-        super().__init__(params, defaults, args)
+        super().__init__(params, settings_of(locals()), args)
 
     def _validate(self, group: Mapping[str, Any]) -> None:
         super()._validate(group)
         _checks.betas(group["betas"])
-        _checks.number("eps", group["eps"], 0.0)
+        _checks.numbers(group, "eps")
         _checks.number("weight_decay", group["weight_decay"], 0.0, 1.0)
         _checks.positive("target_rms", group["target_rms"], 10.0)
 
@@ -120,5 +101,11 @@ class Eve(LowBitOptimizer):
         }
 
 
-Eve8bit = fixed_bits(Eve, 8)
-Eve32bit = fixed_bits(Eve, 32)
+@fixed_bits(8)
+class Eve8bit(Eve):
+    """`Eve` with 8-bit state; see there for its equations."""
+
+
+@fixed_bits(32)
+class Eve32bit(Eve):
+    """`Eve` with 32-bit state; see there for its equations."""

@@ -13,12 +13,14 @@ from lowbit_optim_kernels.rules import Rule
 from lowbit_optim_kernels.rules.lamb import lamb_rule
 
 from . import _checks
+from ._arguments import documented, settings_of
 from ._trust import TrustOptimizer
 from ._variants import fixed_bits
 
 _rule = lru_cache(maxsize=None)(lamb_rule)
 
 
+@documented
 class LAMB(TrustOptimizer):
     r"""Layer-wise adaptive moments for large batches, its moments in 32 or 8 bits.
 
@@ -40,33 +42,18 @@ class LAMB(TrustOptimizer):
         not adam_w_mode: weight_decay is 0 in these last lines, it is in the gradient already
 
     Args:
-        params: parameters, named parameters or parameter groups.
-        lr: learning rate, a number or a tensor of one element. Default 1e-3.
-        bias_correction: divide the moments by 1 - beta^t. Default True.
-        betas: decay rates of the first and second moment. Default (0.9, 0.999).
-        eps: added to the denominator. Default 1e-8.
-        weight_decay: weight decay. Default 0.
-        amsgrad: use the largest second moment so far, a third state. Default False.
-        adam_w_mode: True, the default, keeps weight decay out of the moments; False adds it to the
-            gradient.
-        optim_bits: 32 or 8, the width of the moments. Default 32.
-        args: object whose `optim_bits`, `min_8bit_size`, `percentile_clipping` and `max_unorm`
-            replace these arguments where present.
-        min_8bit_size: tensors with fewer elements keep 32-bit state. Default 4096.
-        percentile_clipping: clip the gradient's norm to this percentile (0..100) of the last 100
-            steps' norms; 100 is off, the default.
-        block_wise: as in bitsandbytes; state is blockwise either way, and False warns.
-        max_unorm: cap of ||u|| / ||p|| when `trust_coefficient` is None. Default 1.0; 0 is off.
-            A parameter that is exactly zero does not move under the cap.
-        trust_coefficient: None, the default, for the cap; 1.0 for the paper. A group may have its
-            own, None included, and then does not use what it inherits for the other meaning.
-        weight_norm_bounds: None (default) or (low, high), the paper's phi: bounds of ||p|| in the
-            trust ratio. Needs a `trust_coefficient`.
-        maximize: ascend instead of descend. Default False.
-        foreach, fused, capturable: as in torch.optim. All tensors of a group are always stepped
-            together and, on accelerators, captured safely; `fused=True` insists on a compiled
-            engine and raises in `step` where there is none.
-        differentiable: must be False.
+        bias_correction: divide the moments by 1 - beta^t.
+        betas: decay rates of the first and second moment.
+        eps: added to the denominator.
+        weight_decay: weight decay.
+        amsgrad: use the largest second moment so far, a third state.
+        adam_w_mode: True keeps weight decay out of the moments; False adds it to the gradient.
+        max_unorm: cap of ||u|| / ||p|| when `trust_coefficient` is None; 0 is off. A parameter that
+            is exactly zero does not move under the cap.
+        trust_coefficient: None for the cap; 1.0 for the paper. A group may have its own, None
+            included, and then does not use what it inherits for the other meaning.
+        weight_norm_bounds: None or (low, high), the paper's phi: bounds of ||p|| in the trust
+            ratio. Needs a `trust_coefficient`.
 
     Raises:
         ValueError, TypeError: naming the argument that is not allowed.
@@ -107,6 +94,7 @@ class LAMB(TrustOptimizer):
         *,
         trust_coefficient: float | None = None,
         weight_norm_bounds: tuple[float, float] | None = None,
+        state_format: str | None = None,
         maximize: bool = False,
         foreach: bool | None = None,
         capturable: bool = False,
@@ -115,28 +103,13 @@ class LAMB(TrustOptimizer):
     ) -> None:
         _checks.bitsandbytes_order(percentile_clipping, "max_unorm")
         _checks.bitsandbytes_switches(block_wise)
-        defaults = {
-            "lr": lr, "bias_correction": bias_correction, "betas": betas, "eps": eps,
-            "weight_decay": weight_decay, "amsgrad": amsgrad, "adam_w_mode": adam_w_mode,
-            "trust_coefficient": trust_coefficient, "weight_norm_bounds": weight_norm_bounds,
-            "optim_bits": optim_bits, "min_8bit_size": min_8bit_size,
-            "percentile_clipping": percentile_clipping, "max_unorm": max_unorm,
-            "maximize": maximize, "foreach": foreach, "capturable": capturable,
-            "differentiable": differentiable, "fused": fused,
-        }  # fmt: skip
-        super().__init__(params, defaults, args)
+        super().__init__(params, settings_of(locals()), args)
 
     def _validate(self, group: Mapping[str, Any]) -> None:
         super()._validate(group)
-        _checks.flag("bias_correction", group["bias_correction"])
         _checks.betas(group["betas"])
-        _checks.number("eps", group["eps"], 0.0)
-        _checks.number("weight_decay", group["weight_decay"], 0.0)
-        _checks.flag("amsgrad", group["amsgrad"])
-        _checks.flag("adam_w_mode", group["adam_w_mode"])
-        if group["trust_coefficient"] is not None:
-            _checks.number("trust_coefficient", group["trust_coefficient"], 0.0)
-        _checks.bounds("weight_norm_bounds", group["weight_norm_bounds"])
+        _checks.numbers(group, "eps", "weight_decay")
+        _checks.flags(group, "bias_correction", "amsgrad", "adam_w_mode")
 
     def _rule(self, group: Mapping[str, Any]) -> Rule:
         trust = group["trust_coefficient"] is not None
@@ -165,5 +138,11 @@ class LAMB(TrustOptimizer):
         }
 
 
-LAMB8bit = fixed_bits(LAMB, 8)
-LAMB32bit = fixed_bits(LAMB, 32)
+@fixed_bits(8)
+class LAMB8bit(LAMB):
+    """`LAMB` with 8-bit state; see there for its equations."""
+
+
+@fixed_bits(32)
+class LAMB32bit(LAMB):
+    """`LAMB` with 32-bit state; see there for its equations."""

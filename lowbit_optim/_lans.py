@@ -13,12 +13,14 @@ from lowbit_optim_kernels.rules import Rule
 from lowbit_optim_kernels.rules.lans import lans_rule
 
 from . import _checks
+from ._arguments import documented, settings_of
 from ._optimizer import LowBitOptimizer
 from ._variants import fixed_bits
 
 _rule = lru_cache(maxsize=None)(lans_rule)
 
 
+@documented
 class LANS(LowBitOptimizer):
     r"""LAMB with Nesterov's momentum and normalized gradients, its moments in 32 or 8 bits.
 
@@ -37,28 +39,16 @@ class LANS(LowBitOptimizer):
         p = p - lr u
 
     Args:
-        params: parameters, named parameters or parameter groups.
-        lr: learning rate, a number or a tensor of one element. Default 1e-3.
-        betas: decay rates of the first and second moment. Default (0.9, 0.999).
-        eps: added to the denominator, whose gradients have norm 1. Default 1e-6.
-        weight_decay: weight decay, inside the trust ratios. Default 0.
-        lower_bound: least value of ||p|| in the trust ratios; None, the default, for 0.
-        upper_bound: greatest value of ||p|| in the trust ratios; None, the default, for no bound.
+        betas: decay rates of the first and second moment.
+        eps: added to the denominator, whose gradients have norm 1.
+        weight_decay: weight decay, inside the trust ratios.
+        lower_bound: least value of ||p|| in the trust ratios; None for 0.
+        upper_bound: greatest value of ||p|| in the trust ratios; None for no bound.
         clip_gradient: limit of each element's magnitude after the gradient has been normalized;
-            None, the default, for none.
-        optim_bits: 32 or 8, the width of the moments. Default 32.
-        args: object whose `optim_bits`, `min_8bit_size`, `percentile_clipping` and `max_unorm`
-            replace these arguments where present.
-        min_8bit_size: tensors with fewer elements keep 32-bit state. Default 4096.
+            None for none.
         percentile_clipping: records the gradient's norms and clips, as in the other optimizers; the
-            step is the same, because LANS normalizes the gradient afterwards. 100, the default, is
-            off.
-        max_unorm: cap ||u||, trust ratios included, at max_unorm ||p||; 0 is off, the default.
-        maximize: ascend instead of descend. Default False.
-        foreach, fused, capturable: as in torch.optim. All tensors of a group are always stepped
-            together and, on accelerators, captured safely; `fused=True` insists on a compiled
-            engine and raises in `step` where there is none.
-        differentiable: must be False.
+            step is the same, because LANS normalizes the gradient afterwards. 100 is off.
+        max_unorm: cap ||u||, trust ratios included, at max_unorm ||p||; 0 is off.
 
     Raises:
         ValueError, TypeError: naming the argument that is not allowed.
@@ -93,27 +83,19 @@ class LANS(LowBitOptimizer):
         min_8bit_size: int = 4096,
         percentile_clipping: int = 100,
         max_unorm: float = 0.0,
+        state_format: str | None = None,
         maximize: bool = False,
         foreach: bool | None = None,
         capturable: bool = False,
         differentiable: bool = False,
         fused: bool | None = None,
     ) -> None:
-        defaults = {
-            "lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay,
-            "lower_bound": lower_bound, "upper_bound": upper_bound,
-            "clip_gradient": clip_gradient, "optim_bits": optim_bits,
-            "min_8bit_size": min_8bit_size, "percentile_clipping": percentile_clipping,
-            "max_unorm": max_unorm, "maximize": maximize, "foreach": foreach,
-            "capturable": capturable, "differentiable": differentiable, "fused": fused,
-        }  # fmt: skip
-        super().__init__(params, defaults, args)
+        super().__init__(params, settings_of(locals()), args)
 
     def _validate(self, group: Mapping[str, Any]) -> None:
         super()._validate(group)
         _checks.betas(group["betas"])
-        _checks.number("eps", group["eps"], 0.0)
-        _checks.number("weight_decay", group["weight_decay"], 0.0)
+        _checks.numbers(group, "eps", "weight_decay")
         low, high = group["lower_bound"], group["upper_bound"]
         if low is not None:
             _checks.number("lower_bound", low, 0.0)
@@ -143,5 +125,11 @@ class LANS(LowBitOptimizer):
         }
 
 
-LANS8bit = fixed_bits(LANS, 8)
-LANS32bit = fixed_bits(LANS, 32)
+@fixed_bits(8)
+class LANS8bit(LANS):
+    """`LANS` with 8-bit state; see there for its equations."""
+
+
+@fixed_bits(32)
+class LANS32bit(LANS):
+    """`LANS` with 32-bit state; see there for its equations."""

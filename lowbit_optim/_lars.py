@@ -13,6 +13,7 @@ from lowbit_optim_kernels.rules import Rule
 from lowbit_optim_kernels.rules import sgd as rules_sgd
 
 from . import _checks
+from ._arguments import documented, settings_of
 from ._trust import TrustOptimizer
 from ._variants import fixed_bits
 
@@ -47,6 +48,7 @@ LARS_PRESETS: dict[str, dict[str, Any]] = {
 """Keyword arguments of `LARS` that give the LARS of another library or paper, by its name."""
 
 
+@documented
 class LARS(TrustOptimizer):
     r"""Layer-wise adaptive rate scaling; "LARS" means different things in different libraries.
 
@@ -77,37 +79,24 @@ class LARS(TrustOptimizer):
         p = p - outer u
 
     Args:
-        params: parameters, named parameters or parameter groups.
-        lr: learning rate, a number or a tensor of one element.
-        momentum: decay of the momentum buffer. Default 0, which keeps no state.
-        dampening: what is taken off the gradient's share. Default 0.
-        weight_decay: coupled weight decay. Default 0.
-        nesterov: use Nesterov's momentum. Default False.
-        optim_bits: 32 or 8, the width of the momentum buffer. Default 32.
-        args: object whose `optim_bits`, `min_8bit_size`, `percentile_clipping` and `max_unorm`
-            replace these arguments where present.
-        min_8bit_size: tensors with fewer elements keep 32-bit state. Default 4096.
-        percentile_clipping: clip the gradient's norm to this percentile (0..100) of the last 100
-            steps' norms; 100 is off, the default.
-        max_unorm: cap of ||u|| / ||p|| when `trust_coefficient` is None. Default 0.02; 0 is off.
-            A parameter that is exactly zero does not move under the cap.
-        trust_coefficient: eta of the paper; None, the default, for the cap. A group may have its
-            own, None included, and then does not use what it inherits for the other meaning.
-        eps: added to the denominator D. Default 0. It, `trust_clip`, `zero_norm`, `adapt` and
+        momentum: decay of the momentum buffer; 0 keeps no state.
+        dampening: what is taken off the gradient's share.
+        weight_decay: coupled weight decay.
+        nesterov: use Nesterov's momentum.
+        max_unorm: cap of ||u|| / ||p|| when `trust_coefficient` is None; 0 is off. A parameter that
+            is exactly zero does not move under the cap.
+        trust_coefficient: eta of the paper; None for the cap. A group may have its own, None
+            included, and then does not use what it inherits for the other meaning.
+        eps: added to the denominator D. It, `trust_clip`, `zero_norm`, `adapt` and
             `weight_norm_bounds` need a `trust_coefficient`.
-        trust_clip: let the trust ratio only lower the learning rate (apex LARC). Default False.
-        scale_at: where the trust ratio acts: on the "grad" before momentum (default), on the
-            "update" after it, or as a local "lr" inside momentum, which is the paper. Without a
+        trust_clip: let the trust ratio only lower the learning rate (apex LARC).
+        scale_at: where the trust ratio acts: on the "grad" before momentum, on the "update" after
+            it, or as a local "lr" inside momentum, which is the paper. Without a
             `trust_coefficient` the ratio is 1, and "lr" still keeps lr inside momentum.
-        zero_norm: what a zero norm means: "one" (default), "denom", "zero" or "skip_wd".
-        adapt: "always" (default), or "wd" to adapt only groups with weight decay.
-        skip_wd: leave weight decay out of the update; it stays in D. Default False.
-        weight_norm_bounds: None (default) or (low, high), bounds of ||p|| in the ratio.
-        maximize: ascend instead of descend. Default False.
-        foreach, fused, capturable: as in torch.optim. All tensors of a group are always stepped
-            together and, on accelerators, captured safely; `fused=True` insists on a compiled
-            engine and raises in `step` where there is none.
-        differentiable: must be False.
+        zero_norm: what a zero norm means: "one", "denom", "zero" or "skip_wd".
+        adapt: "always", or "wd" to adapt only groups with weight decay.
+        skip_wd: leave weight decay out of the update; it stays in D.
+        weight_norm_bounds: None or (low, high), bounds of ||p|| in the ratio.
 
     Raises:
         ValueError, TypeError: naming the argument that is not allowed.
@@ -150,6 +139,7 @@ class LARS(TrustOptimizer):
         adapt: str = "always",
         skip_wd: bool = False,
         weight_norm_bounds: tuple[float, float] | None = None,
+        state_format: str | None = None,
         maximize: bool = False,
         foreach: bool | None = None,
         capturable: bool = False,
@@ -157,29 +147,16 @@ class LARS(TrustOptimizer):
         fused: bool | None = None,
     ) -> None:
         _checks.bitsandbytes_order(percentile_clipping, "max_unorm")
-        defaults = {
-            "lr": lr, "momentum": momentum, "dampening": dampening, "weight_decay": weight_decay,
-            "nesterov": nesterov, "optim_bits": optim_bits, "min_8bit_size": min_8bit_size,
-            "percentile_clipping": percentile_clipping, "max_unorm": max_unorm,
-            "trust_coefficient": trust_coefficient, "eps": eps, "trust_clip": trust_clip,
-            "scale_at": scale_at, "zero_norm": zero_norm, "adapt": adapt, "skip_wd": skip_wd,
-            "weight_norm_bounds": weight_norm_bounds, "maximize": maximize, "foreach": foreach,
-            "capturable": capturable, "differentiable": differentiable, "fused": fused,
-        }  # fmt: skip
-        super().__init__(params, defaults, args)
+        super().__init__(params, settings_of(locals()), args)
 
     def _validate(self, group: Mapping[str, Any]) -> None:
         super()._validate(group)
         _checks.momentum(group)
-        if group["trust_coefficient"] is not None:
-            _checks.number("trust_coefficient", group["trust_coefficient"], 0.0)
-        _checks.number("eps", group["eps"], 0.0)
-        _checks.flag("trust_clip", group["trust_clip"])
-        _checks.flag("skip_wd", group["skip_wd"])
+        _checks.numbers(group, "eps")
+        _checks.flags(group, "trust_clip", "skip_wd")
         _checks.one_of("scale_at", group["scale_at"], tuple(SCALE_AT))
         _checks.one_of("zero_norm", group["zero_norm"], tuple(ZERO_NORM))
         _checks.one_of("adapt", group["adapt"], tuple(ADAPT))
-        _checks.bounds("weight_norm_bounds", group["weight_norm_bounds"])
 
     def _rule(self, group: Mapping[str, Any]) -> Rule:
         trust = group["trust_coefficient"] is not None
@@ -203,5 +180,11 @@ class LARS(TrustOptimizer):
         }
 
 
-LARS8bit = fixed_bits(LARS, 8)
-LARS32bit = fixed_bits(LARS, 32)
+@fixed_bits(8)
+class LARS8bit(LARS):
+    """`LARS` with 8-bit state; see there for its equations."""
+
+
+@fixed_bits(32)
+class LARS32bit(LARS):
+    """`LARS` with 32-bit state; see there for its equations."""

@@ -13,6 +13,7 @@ from torch import Tensor
 from lowbit_optim_kernels.rules import TINY, Moment
 
 from . import _checks, _rate_matrices
+from ._arguments import documented, settings_of
 from ._eager import EagerOptimizer, Work, dot, rms
 from ._state import compute_dtype
 from ._variants import fixed_bits
@@ -21,6 +22,7 @@ SIZE_PERIOD = 4  # steps from one change of a tensor's size to the next
 SMALL = 5  # tensors of so many elements have no learning-rate matrices
 
 
+@documented
 class LearnedGradient(EagerOptimizer):
     r"""icefall's draft of an optimizer that learns learning-rate matrices; 32 or 8 bits.
 
@@ -56,28 +58,18 @@ class LearnedGradient(EagerOptimizer):
     `max_size` keeps long dimensions without matrices, as one of size 1.
 
     Args:
-        params: parameters, named parameters or parameter groups.
         lr: learning rate, a number or a tensor of one element: the size of a step relative to the
-            weights. Default 3e-2.
-        size_lr_scale: learning rate of a tensor's size, relative to lr. Default 0.1.
-        meta_lr_scale: learning rate of the matrices, relative to lr. Default 1.
-        betas: decay rates of m, and of v and C. Default (0.9, 0.98).
-        eps: added to the denominators and to the first r. Default 1e-8.
-        param_min_rms: tensors with a smaller rms grow. Default 1e-5.
-        param_max_rms: tensors with a larger rms shrink. Default 2.
-        lr_est_period: steps from one change of the matrices to the next. Default 10.
-        max_step_scale: no element moves more than so many times the rms of all. Default 2.
-        max_size: a longer dimension gets no matrices; None, the default, for no limit. It is read
-            in a parameter's first step.
-        optim_bits: 32 or 8, the width of m. Default 32.
-        args: object whose `optim_bits`, `min_8bit_size` and `percentile_clipping` replace these
-            arguments where present; its `max_unorm` must be 0.
-        min_8bit_size: tensors with fewer elements keep 32-bit state. Default 4096.
-        percentile_clipping: clip the gradient's norm to this percentile (0..100) of the last 100
-            steps' norms; 100 is off, the default.
-        maximize: ascend instead of descend. Default False.
-        foreach, fused, capturable, differentiable: must not be True; the tensors are stepped one
-            at a time with torch operators, with temporaries of a tensor's size in fp32.
+            weights.
+        size_lr_scale: learning rate of a tensor's size, relative to lr.
+        meta_lr_scale: learning rate of the matrices, relative to lr.
+        betas: decay rates of m, and of v and C.
+        eps: added to the denominators and to the first r.
+        param_min_rms: tensors with a smaller rms grow.
+        param_max_rms: tensors with a larger rms shrink.
+        lr_est_period: steps from one change of the matrices to the next.
+        max_step_scale: no element moves more than so many times the rms of all.
+        max_size: a longer dimension gets no matrices; None for no limit. It is read in a
+            parameter's first step.
 
     Raises:
         ValueError, TypeError: naming the argument that is not allowed.
@@ -118,28 +110,19 @@ class LearnedGradient(EagerOptimizer):
         args: Any = None,
         min_8bit_size: int = 4096,
         percentile_clipping: int = 100,
+        state_format: str | None = None,
         maximize: bool = False,
         foreach: bool | None = None,
         capturable: bool = False,
         differentiable: bool = False,
         fused: bool | None = None,
     ) -> None:
-        defaults = {
-            "lr": lr, "size_lr_scale": size_lr_scale, "meta_lr_scale": meta_lr_scale,
-            "betas": betas, "eps": eps, "param_min_rms": param_min_rms,
-            "param_max_rms": param_max_rms, "lr_est_period": lr_est_period,
-            "max_step_scale": max_step_scale, "max_size": max_size, "optim_bits": optim_bits,
-            "min_8bit_size": min_8bit_size, "percentile_clipping": percentile_clipping,
-            "max_unorm": 0.0, "maximize": maximize, "foreach": foreach,
-            "capturable": capturable, "differentiable": differentiable, "fused": fused,
-        }  # fmt: skip
-        super().__init__(params, defaults, args)
+        super().__init__(params, settings_of(locals()), args)
 
     def _validate(self, group: Mapping[str, Any]) -> None:
         super()._validate(group)
         _checks.betas(group["betas"])
-        for name in ("size_lr_scale", "meta_lr_scale", "eps", "param_min_rms"):
-            _checks.number(name, group[name], 0.0)
+        _checks.numbers(group, "size_lr_scale", "meta_lr_scale", "eps", "param_min_rms")
         _checks.positive("max_step_scale", group["max_step_scale"])
         _checks.positive("param_max_rms", group["param_max_rms"])
         if group["param_min_rms"] > group["param_max_rms"]:
@@ -250,5 +233,11 @@ def _small_step(work: Work, bad: Tensor) -> Tensor:
     return work.p - work.moments["exp_avg"] * rate
 
 
-LearnedGradient8bit = fixed_bits(LearnedGradient, 8)
-LearnedGradient32bit = fixed_bits(LearnedGradient, 32)
+@fixed_bits(8)
+class LearnedGradient8bit(LearnedGradient):
+    """`LearnedGradient` with 8-bit state; see there for its equations."""
+
+
+@fixed_bits(32)
+class LearnedGradient32bit(LearnedGradient):
+    """`LearnedGradient` with 32-bit state; see there for its equations."""

@@ -12,12 +12,14 @@ from lowbit_optim_kernels.rules import Rule
 from lowbit_optim_kernels.rules.lion import lion_rule
 
 from . import _checks
+from ._arguments import documented, settings_of
 from ._optimizer import LowBitOptimizer
 from ._variants import fixed_bits
 
 _rule = lru_cache(maxsize=None)(lion_rule)
 
 
+@documented
 class Lion(LowBitOptimizer):
     r"""Lion: the sign of a momentum, its momentum in 32 or 8 bits.
 
@@ -28,24 +30,8 @@ class Lion(LowBitOptimizer):
         p = p (1 - lr weight_decay) - lr u
 
     Args:
-        params: parameters, named parameters or parameter groups.
-        lr: learning rate, a number or a tensor of one element. Default 1e-4.
-        betas: weight of the momentum in the update, and its decay rate. Default (0.9, 0.99).
-        weight_decay: decoupled weight decay. Default 0.
-        optim_bits: 32 or 8, the width of the momentum. Default 32.
-        args: object whose `optim_bits`, `min_8bit_size`, `percentile_clipping` and `max_unorm`
-            replace these arguments where present.
-        min_8bit_size: tensors with fewer elements keep 32-bit state. Default 4096.
-        percentile_clipping: clip the gradient's norm to this percentile (0..100) of the last 100
-            steps' norms; 100 is off, the default.
-        block_wise: as in bitsandbytes; state is blockwise either way, and False warns.
-        is_paged: as in bitsandbytes; nothing is paged here, and True warns.
-        max_unorm: cap ||u|| at max_unorm ||p||; 0 is off, the default.
-        maximize: ascend instead of descend. Default False.
-        foreach, fused, capturable: as in torch.optim. All tensors of a group are always stepped
-            together and, on accelerators, captured safely; `fused=True` insists on a compiled
-            engine and raises in `step` where there is none.
-        differentiable: must be False.
+        betas: weight of the momentum in the update, and its decay rate.
+        weight_decay: decoupled weight decay.
 
     Raises:
         ValueError, TypeError: naming the argument that is not allowed.
@@ -79,6 +65,7 @@ class Lion(LowBitOptimizer):
         is_paged: bool = False,
         *,
         max_unorm: float = 0.0,
+        state_format: str | None = None,
         maximize: bool = False,
         foreach: bool | None = None,
         capturable: bool = False,
@@ -87,18 +74,12 @@ class Lion(LowBitOptimizer):
     ) -> None:
         _checks.bitsandbytes_order(percentile_clipping, "is_paged")
         _checks.bitsandbytes_switches(block_wise, is_paged)
-        defaults = {
-            "lr": lr, "betas": betas, "weight_decay": weight_decay, "optim_bits": optim_bits,
-            "min_8bit_size": min_8bit_size, "percentile_clipping": percentile_clipping,
-            "max_unorm": max_unorm, "maximize": maximize, "foreach": foreach,
-            "capturable": capturable, "differentiable": differentiable, "fused": fused,
-        }  # fmt: skip
-        super().__init__(params, defaults, args)
+        super().__init__(params, settings_of(locals()), args)
 
     def _validate(self, group: Mapping[str, Any]) -> None:
         super()._validate(group)
         _checks.betas(group["betas"])
-        _checks.number("weight_decay", group["weight_decay"], 0.0)
+        _checks.numbers(group, "weight_decay")
 
     def _rule(self, group: Mapping[str, Any]) -> Rule:
         return _rule(cap=group["max_unorm"] > 0)
@@ -108,5 +89,11 @@ class Lion(LowBitOptimizer):
         return {"beta1": beta1, "beta2": beta2, "weight_decay": group["weight_decay"]}
 
 
-Lion8bit = fixed_bits(Lion, 8)
-Lion32bit = fixed_bits(Lion, 32)
+@fixed_bits(8)
+class Lion8bit(Lion):
+    """`Lion` with 8-bit state; see there for its equations."""
+
+
+@fixed_bits(32)
+class Lion32bit(Lion):
+    """`Lion` with 32-bit state; see there for its equations."""

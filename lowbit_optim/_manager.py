@@ -12,14 +12,15 @@ from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from . import _checks
+from ._arguments import NOT_SETTINGS
 from ._settings import Validate, resolved
+from ._state import agreeing
 
-NOT_SETTINGS = ("self", "params", "args", "kwargs", "block_wise", "is_paged")
 NOT_PER_PARAMETER = ("foreach", "fused", "capturable", "differentiable")
 COMMON = {
     "lr": 0.0, "optim_bits": 32, "min_8bit_size": 4096, "percentile_clipping": 100,
-    "max_unorm": 0.0, "maximize": False, "capturable": False, "differentiable": False,
-    "foreach": None, "fused": None,
+    "max_unorm": 0.0, "state_format": None, "maximize": False, "capturable": False,
+    "differentiable": False, "foreach": None, "fused": None,
 }  # fmt: skip
 
 _settings: dict[str, None] = {}
@@ -44,7 +45,7 @@ def _checked(config: Mapping[str, Any]) -> dict[str, Any]:
         if key not in _settings:
             allowed = ", ".join(sorted(_settings))
             raise ValueError(f"an override names the unknown setting {key!r}; there are: {allowed}")
-    settings = resolved({**COMMON, **config})
+    settings = resolved({**COMMON, **agreeing(config, COMMON)})
     _checks.initial_learning_rate(settings["lr"])
     _checks.common(settings)
     return dict(config)
@@ -189,7 +190,7 @@ class GlobalOptimManager:
             found = [*of_modules.get(p, ()), *self._parameters.get(p, ())]
             merged: dict[str, Any] = {}
             for _, config in sorted(found, key=lambda pair: pair[0]):
-                merged.update(config)
+                merged.update(agreeing(config, merged))
             return merged
 
         return find
@@ -240,7 +241,8 @@ class Overrides:
         if not any(configs.values()):
             return [((), group)]
         parts: list[tuple[tuple, Mapping[str, Any]]] = [
-            (key, {**group, **resolved(configs[key]), "params": members[key]}) for key in members
+            (key, {**group, **agreeing(resolved(configs[key]), group), "params": members[key]})
+            for key in members
         ]
         for _, part in parts:
             validate(part)

@@ -63,13 +63,21 @@ class LowBitOptimizer(Optimizer):
     def __init__(self, params: Any, defaults: dict[str, Any], args: Any = None) -> None:
         _checks.replace_by_args(defaults, args)
         defaults = without_numpy(defaults)
+        own = {key: defaults.get(key) for key in ("optim_bits", "state_format")}
+        if own["optim_bits"] == 32:  # may be the default, which a state_format replaces
+            del own["optim_bits"]
+        defaults.update(_state.agreeing(own, {}))
         self._check_given(defaults)
         self._forget()
         super().__init__(params, defaults)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
+        self.defaults.setdefault("state_format", None)  # an earlier version had none
         self._forget()
+        for index, group in enumerate(self.param_groups):
+            group.setdefault("state_format", None)
+            self._settings.remember(index, group)
 
     def _forget(self) -> None:
         self.plans: dict[Any, StepPlan] = {}
@@ -136,7 +144,7 @@ class LowBitOptimizer(Optimizer):
         """
         if isinstance(param_group, dict):
             settings = {key: value for key, value in param_group.items() if key != "params"}
-            param_group.update(without_numpy(settings))
+            param_group.update(_state.agreeing(without_numpy(settings), self.defaults))
             self._check_given({**self.defaults, **param_group})
         super().add_param_group(param_group)
         for p in self.param_groups[-1]["params"]:
@@ -147,6 +155,7 @@ class LowBitOptimizer(Optimizer):
                     f"{type(self).__name__} takes dense parameters of dtype {allowed}; got "
                     f"{p.dtype}, {p.layout}"
                 )
+        self._settings.remember(len(self.param_groups) - 1, self.param_groups[-1])
 
     @overload
     def step(self, closure: None = None) -> None: ...
@@ -191,9 +200,9 @@ class LowBitOptimizer(Optimizer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a state dict of this class or of its torch.optim counterpart.
 
-        Hyperparameters come from `state_dict`; how state is stored (`optim_bits`,
-        `min_8bit_size`) stays as this optimizer was built, and moments are quantized or
-        dequantized to fit. Codes and scales of the right layout are copied bit for bit.
+        Hyperparameters come from `state_dict`; how state is stored (`optim_bits`, `state_format`,
+        `min_8bit_size`) stays as this optimizer was built, and moments are quantized or dequantized
+        to fit. Codes and scales of the right layout are copied bit for bit.
 
         Args:
             state_dict: as returned by `state_dict()`.
@@ -209,6 +218,8 @@ class LowBitOptimizer(Optimizer):
             state_dict = state_dict if result is None else result
         name = type(self).__name__
         _checkpoint.check_header(state_dict, self.family, self.defaults)
+        for index, group in enumerate(self.param_groups):
+            self._settings.settle(index, group)
         groups = _checkpoint.merged_groups(self.param_groups, state_dict, name)
         for index, group in enumerate(groups):
             with _checkpoint.refusing(f"parameter group {index} of state_dict"):

@@ -13,12 +13,14 @@ from lowbit_optim_kernels.rules import Rule
 from lowbit_optim_kernels.rules.rmsprop import MEAN, SQUARE, VARIANCE, rmsprop_rule
 
 from . import _checks, _saved, _state
+from ._arguments import documented, settings_of
 from ._optimizer import LowBitOptimizer
 from ._variants import fixed_bits
 
 _rule = lru_cache(maxsize=None)(rmsprop_rule)
 
 
+@documented
 class RMSprop(LowBitOptimizer):
     r"""RMSprop, its state in 32 or 8 bits.
 
@@ -31,27 +33,11 @@ class RMSprop(LowBitOptimizer):
         p = p - lr u
 
     Args:
-        params: parameters, named parameters or parameter groups.
-        lr: learning rate, a number or a tensor of one element. Default 1e-2.
-        alpha: decay rate of the squares or, if centered, of variance and mean. Default 0.99.
-        eps: added to the denominator. Default 1e-8.
-        weight_decay: coupled (L2) weight decay. Default 0.
-        momentum: decay of the momentum buffer. Default 0, which keeps none.
+        alpha: decay rate of the squares or, if centered, of variance and mean.
+        eps: added to the denominator.
+        weight_decay: coupled (L2) weight decay.
+        momentum: decay of the momentum buffer; 0 keeps none.
         centered: divide by the root of the variance instead of the mean square, a further state.
-            Default False.
-        optim_bits: 32 or 8, the width of the state. Default 32.
-        args: object whose `optim_bits`, `min_8bit_size`, `percentile_clipping` and `max_unorm`
-            replace these arguments where present.
-        min_8bit_size: tensors with fewer elements keep 32-bit state. Default 4096.
-        percentile_clipping: clip the gradient's norm to this percentile (0..100) of the last 100
-            steps' norms; 100 is off, the default.
-        block_wise: as in bitsandbytes; state is blockwise either way, and False warns.
-        max_unorm: cap ||u|| at max_unorm ||p||; 0 is off, the default.
-        maximize: ascend instead of descend. Default False.
-        foreach, fused, capturable: as in torch.optim. All tensors of a group are always stepped
-            together and, on accelerators, captured safely; `fused=True` insists on a compiled
-            engine and raises in `step` where there is none.
-        differentiable: must be False.
 
     Raises:
         ValueError, TypeError: naming the argument that is not allowed.
@@ -90,6 +76,7 @@ class RMSprop(LowBitOptimizer):
         block_wise: bool = True,
         *,
         max_unorm: float = 0.0,
+        state_format: str | None = None,
         maximize: bool = False,
         foreach: bool | None = None,
         capturable: bool = False,
@@ -97,22 +84,13 @@ class RMSprop(LowBitOptimizer):
         fused: bool | None = None,
     ) -> None:
         _checks.bitsandbytes_switches(block_wise)
-        defaults = {
-            "lr": lr, "alpha": alpha, "eps": eps, "weight_decay": weight_decay,
-            "momentum": momentum, "centered": centered, "optim_bits": optim_bits,
-            "min_8bit_size": min_8bit_size, "percentile_clipping": percentile_clipping,
-            "max_unorm": max_unorm, "maximize": maximize, "foreach": foreach,
-            "capturable": capturable, "differentiable": differentiable, "fused": fused,
-        }  # fmt: skip
-        super().__init__(params, defaults, args)
+        super().__init__(params, settings_of(locals()), args)
 
     def _validate(self, group: Mapping[str, Any]) -> None:
         super()._validate(group)
         _checks.number("alpha", group["alpha"], 0.0, 1.0, open_high=True)
-        _checks.number("eps", group["eps"], 0.0)
-        _checks.number("weight_decay", group["weight_decay"], 0.0)
-        _checks.number("momentum", group["momentum"], 0.0)
-        _checks.flag("centered", group["centered"])
+        _checks.numbers(group, "eps", "weight_decay", "momentum")
+        _checks.flags(group, "centered")
 
     def _rule(self, group: Mapping[str, Any]) -> Rule:
         as_torch = _state.format_of(group).exact
@@ -146,5 +124,11 @@ class RMSprop(LowBitOptimizer):
         return {**converted, wanted.key: variance if wanted == VARIANCE else variance + a * a}
 
 
-RMSprop8bit = fixed_bits(RMSprop, 8)
-RMSprop32bit = fixed_bits(RMSprop, 32)
+@fixed_bits(8)
+class RMSprop8bit(RMSprop):
+    """`RMSprop` with 8-bit state; see there for its equations."""
+
+
+@fixed_bits(32)
+class RMSprop32bit(RMSprop):
+    """`RMSprop` with 32-bit state; see there for its equations."""

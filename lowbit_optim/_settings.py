@@ -9,12 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from operator import is_
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 from torch import Tensor
 
 from . import _checks
+from ._state import agreeing
 
 Validate = Callable[[Mapping[str, Any]], None]
 
@@ -59,12 +60,37 @@ def _may_change(value: Any) -> bool:
     return isinstance(value, (Tensor, list, dict, np.ndarray))
 
 
+def _storage(group: Mapping[str, Any]) -> dict[str, Any]:
+    """The settings of a group that say which format its moments are in."""
+    return {key: _number(group[key]) for key in ("optim_bits", "state_format")}
+
+
 class Settings:
     """The resolved and checked settings of each group, kept while nothing in the group is new."""
 
     def __init__(self) -> None:
         self._given: dict[int, dict[str, Any]] = {}
         self._resolved: dict[int, dict[str, Any]] = {}
+        self._stored_as: dict[int, dict[str, Any]] = {}
+
+    def remember(self, index: int, group: Mapping[str, Any]) -> None:
+        """Take a group's `optim_bits` and `state_format` as what later changes start from."""
+        self._stored_as[index] = _storage(group)
+
+    def settle(self, index: int, group: dict[str, Any]) -> None:
+        """Of a group's `optim_bits` and `state_format`, let what has been changed decide.
+
+        Raises:
+            ValueError: if both have been changed and do not agree; the group stays as it is.
+        """
+        now, before = _storage(group), self._stored_as.get(index, {})
+        if now == before:
+            return
+        changed = {key: value for key, value in now.items() if value != before.get(key, self)}
+        agreed = {**now, **agreeing(changed, before)}
+        _checks.storage(agreed)
+        group.update({key: value for key, value in agreed.items() if value != now[key]})
+        self._stored_as[index] = agreed
 
     def of(self, index: int, group: Mapping[str, Any], validate: Validate) -> Mapping[str, Any]:
         """The settings of the group at this index.
@@ -83,6 +109,7 @@ class Settings:
                 self._given[index]["lr"] = known["lr"]
                 self._resolved[index] = known
                 return known
+        self.settle(index, cast(dict[str, Any], group))
         known = resolved(group)
         validate(known)
         self._given.pop(index, None)

@@ -12,12 +12,14 @@ from lowbit_optim_kernels.rules import Rule
 from lowbit_optim_kernels.rules.sgd import sgd
 
 from . import _checks
+from ._arguments import documented, settings_of
 from ._optimizer import LowBitOptimizer
 from ._variants import fixed_bits
 
 _rule = lru_cache(maxsize=None)(sgd)
 
 
+@documented
 class SGD(LowBitOptimizer):
     r"""Stochastic gradient descent with momentum, its momentum in 32 or 8 bits.
 
@@ -30,25 +32,10 @@ class SGD(LowBitOptimizer):
         p = p - lr u
 
     Args:
-        params: parameters, named parameters or parameter groups.
-        lr: learning rate, a number or a tensor of one element. Default 1e-3.
-        momentum: decay of the momentum buffer. Default 0, which keeps no state.
-        dampening: what is taken off the gradient's share. Default 0.
-        weight_decay: coupled (L2) weight decay. Default 0.
-        nesterov: use Nesterov's momentum. Default False.
-        optim_bits: 32 or 8, the width of the momentum buffer. Default 32.
-        args: object whose `optim_bits`, `min_8bit_size`, `percentile_clipping` and `max_unorm`
-            replace these arguments where present.
-        min_8bit_size: tensors with fewer elements keep 32-bit state. Default 4096.
-        percentile_clipping: clip the gradient's norm to this percentile (0..100) of the last 100
-            steps' norms; 100 is off, the default.
-        block_wise: as in bitsandbytes; state is blockwise either way, and False warns.
-        max_unorm: cap ||u|| at max_unorm ||p||; 0 is off, the default.
-        maximize: ascend instead of descend. Default False.
-        foreach, fused, capturable: as in torch.optim. All tensors of a group are always stepped
-            together and, on accelerators, captured safely; `fused=True` insists on a compiled
-            engine and raises in `step` where there is none.
-        differentiable: must be False.
+        momentum: decay of the momentum buffer; 0 keeps no state.
+        dampening: what is taken off the gradient's share.
+        weight_decay: coupled (L2) weight decay.
+        nesterov: use Nesterov's momentum.
 
     Raises:
         ValueError, TypeError: naming the argument that is not allowed.
@@ -82,6 +69,7 @@ class SGD(LowBitOptimizer):
         block_wise: bool = True,
         *,
         max_unorm: float = 0.0,
+        state_format: str | None = None,
         maximize: bool = False,
         foreach: bool | None = None,
         capturable: bool = False,
@@ -89,14 +77,7 @@ class SGD(LowBitOptimizer):
         fused: bool | None = None,
     ) -> None:
         _checks.bitsandbytes_switches(block_wise)
-        defaults = {
-            "lr": lr, "momentum": momentum, "dampening": dampening, "weight_decay": weight_decay,
-            "nesterov": nesterov, "optim_bits": optim_bits, "min_8bit_size": min_8bit_size,
-            "percentile_clipping": percentile_clipping, "max_unorm": max_unorm,
-            "maximize": maximize, "foreach": foreach, "capturable": capturable,
-            "differentiable": differentiable, "fused": fused,
-        }  # fmt: skip
-        super().__init__(params, defaults, args)
+        super().__init__(params, settings_of(locals()), args)
 
     def _validate(self, group: Mapping[str, Any]) -> None:
         super()._validate(group)
@@ -109,5 +90,11 @@ class SGD(LowBitOptimizer):
         return {name: group[name] for name in ("momentum", "dampening", "weight_decay")}
 
 
-SGD8bit = fixed_bits(SGD, 8)
-SGD32bit = fixed_bits(SGD, 32)
+@fixed_bits(8)
+class SGD8bit(SGD):
+    """`SGD` with 8-bit state; see there for its equations."""
+
+
+@fixed_bits(32)
+class SGD32bit(SGD):
+    """`SGD` with 32-bit state; see there for its equations."""

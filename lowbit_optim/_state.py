@@ -12,6 +12,8 @@ from lowbit_optim_kernels.formats import FORMATS, OF_BITS, Format, constant, uni
 from lowbit_optim_kernels.plan import GNORM_HISTORY, STEP_DTYPE
 from lowbit_optim_kernels.rules import Moment
 
+from . import _checks
+
 
 class Stored(NamedTuple):
     """A tensor of a parameter's state: how it is stored, and what it is filled with at first."""
@@ -54,6 +56,28 @@ def stored(
             dtype = part.dtype or compute_dtype(p)
             tensors[part.key] = Stored(shape, dtype, p.device, value)
     return tensors
+
+
+def agreeing(own: Mapping[str, Any], inherited: Mapping[str, Any]) -> dict[str, Any]:
+    """Settings of a group, of an override or of a constructor, with what they mean for storage.
+
+    Args:
+        own: the settings; an own `state_format` decides `optim_bits`, and with own `optim_bits` an
+            inherited format of other bits does not count.
+        inherited: the settings that apply where there are no own.
+
+    Raises:
+        ValueError: if own `optim_bits` and an own `state_format` contradict each other.
+    """
+    name = own.get("state_format")
+    if name is not None:
+        _checks.state_format(name)
+        agreed = {**own, "optim_bits": own.get("optim_bits", FORMATS[name].bits)}
+        _checks.storage(agreed)
+        return agreed
+    name = inherited.get("state_format")
+    others = name is not None and "optim_bits" in own and own["optim_bits"] != FORMATS[name].bits
+    return {**own, "state_format": None} if others else dict(own)
 
 
 def format_of(group: Mapping[str, Any]) -> Format:

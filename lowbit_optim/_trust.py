@@ -6,7 +6,9 @@ import inspect
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
+from . import _checks
 from ._optimizer import LowBitOptimizer
+from ._state import agreeing
 
 
 class TrustOptimizer(LowBitOptimizer):
@@ -25,10 +27,16 @@ class TrustOptimizer(LowBitOptimizer):
         if len({trust is None for trust in trusts}) == 1:
             self._refuse_unused(self.defaults, trusts[0])
 
+    def _validate(self, group: Mapping[str, Any]) -> None:
+        super()._validate(group)
+        if group["trust_coefficient"] is not None:
+            _checks.numbers(group, "trust_coefficient")
+        _checks.bounds("weight_norm_bounds", group["weight_norm_bounds"])
+
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a parameter group; see `LowBitOptimizer`."""
         if isinstance(param_group, dict):
-            merged = {**self.defaults, **param_group}
+            merged = {**self.defaults, **agreeing(param_group, self.defaults)}
             self._check_given(merged)
             # Whole groups of another optimizer have their defaults as keys of their own.
             names = [name for name in (*self.OF_TRUST, "max_unorm") if name in param_group]

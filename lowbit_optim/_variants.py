@@ -3,59 +3,72 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Callable
 from typing import Any, TypeVar
 
+from lowbit_optim_kernels.formats import FORMATS
+
 from . import _checks
+from ._arguments import documented
 from ._optimizer import LowBitOptimizer
 
 T = TypeVar("T", bound=type[LowBitOptimizer])
 
 
-def fixed_bits(base: T, bits: int, keep_argument: bool = False) -> T:
-    """A subclass of `base` that keeps `bits`-bit state.
+def fixed_bits(bits: int, keep_argument: bool = False) -> Callable[[T], T]:
+    """Make a subclass of an optimizer `X` its `X8bit` or `X32bit`.
+
+    It gets a constructor with X's signature, without `optim_bits` and, with 32 bits, which leave no
+    choice, without `state_format`; and every argument's description in its docstring.
 
     Args:
-        base: the optimizer `X`.
         bits: 8 or 32.
         keep_argument: True where bitsandbytes' class of this name has `optim_bits` in its
             positional order; it must then be `bits`. Otherwise the argument is gone.
-
-    Returns:
-        The class `X8bit` or `X32bit`, with base's signature but for `optim_bits`.
     """
-    signature = inspect.signature(base.__init__)
-    parameters = [
-        parameter.replace(default=bits) if name == "optim_bits" else parameter
-        for name, parameter in signature.parameters.items()
-        if name != "optim_bits" or keep_argument
-    ]
-    signature = signature.replace(parameters=parameters)
-    name = f"{base.__name__}{bits}bit"
+    gone = set() if keep_argument else {"optim_bits"}
+    if bits == 32:
+        gone.add("state_format")
 
-    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
-        try:
-            bound = signature.bind(self, *args, **kwargs)
-        except TypeError as error:
-            raise TypeError(f"{name}: {error}") from None
-        given = dict(bound.arguments)
-        given.pop("self")
-        asked = given.pop("optim_bits", bits)
-        if asked != bits:
-            raise ValueError(
-                f"optim_bits must be {bits} for {name}, got {asked!r}; use {base.__name__}, "
-                "or a parameter group's optim_bits"
-            )
-        replaced = _checks.from_args(given.get("args"), "optim_bits", bits)
-        if replaced != bits:
-            raise ValueError(f"args.optim_bits must be {bits} for {name}, got {replaced!r}")
-        super(made, self).__init__(**given, optim_bits=bits)
+    def fix(cls: T) -> T:
+        fixed: Any = cls
+        name, base = cls.__name__, fixed.__base__
+        signature = inspect.signature(base.__init__)
+        parameters = [
+            parameter.replace(default=bits) if key == "optim_bits" else parameter
+            for key, parameter in signature.parameters.items()
+            if key not in gone
+        ]
+        signature = signature.replace(parameters=parameters)
 
-    __init__.__signature__ = signature  # type: ignore[attr-defined]
-    body = {
-        "__init__": __init__,
-        "__module__": base.__module__,
-        "__qualname__": name,
-        "__doc__": f"`{base.__name__}` with {bits}-bit state; see there for its arguments.",
-    }
-    made: Any = type(name, (base,), body)
-    return made
+        def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
+            try:
+                bound = signature.bind(self, *args, **kwargs)
+            except TypeError as error:
+                raise TypeError(f"{name}: {error}") from None
+            given = dict(bound.arguments)
+            given.pop("self")
+            asked = given.pop("optim_bits", bits)
+            if asked != bits:
+                raise ValueError(
+                    f"optim_bits must be {bits} for {name}, got {asked!r}; use {base.__name__}, "
+                    "or a parameter group's optim_bits"
+                )
+            replaced = _checks.from_args(given.get("args"), "optim_bits", bits)
+            if replaced != bits:
+                raise ValueError(f"args.optim_bits must be {bits} for {name}, got {replaced!r}")
+            format = given.get("state_format")
+            _checks.state_format(format)
+            if format is not None and FORMATS[format].bits != bits:
+                raise ValueError(
+                    f"state_format must be one of {bits} bits for {name}, got {format!r}, which "
+                    f"has {FORMATS[format].bits}; use {base.__name__}"
+                )
+            super(fixed, self).__init__(**given, optim_bits=bits)
+
+        __init__.__qualname__ = f"{name}.__init__"
+        __init__.__signature__ = signature  # type: ignore[attr-defined]
+        fixed.__init__ = __init__
+        return documented(cls)
+
+    return fix

@@ -110,7 +110,11 @@ CHANGES = {
         "max_size": (OFTEN, None, 4),
     },
 }
-STORED = {"optim_bits": ({}, 32, 8), "min_8bit_size": ({"optim_bits": 8}, 4096, 10_000)}
+STORED = {
+    "optim_bits": ({}, 32, 8),
+    "state_format": ({}, None, "dynamic8"),
+    "min_8bit_size": ({"optim_bits": 8}, 4096, 10_000),
+}
 EXCEPTIONS = {
     "params": "they are what is stepped",
     "foreach": "all tensors of a group are always stepped together; raises where they are not",

@@ -28,6 +28,7 @@ EVERYWHERE = {
     "lr": (*NOT_A_RATE, torch.tensor([0.1, 0.1]), torch.tensor(-1.0), torch.tensor(NAN)),
     "weight_decay": NOT_A_RATE,
     "optim_bits": (4, 16, "8", None, True),
+    "state_format": ("dynamic9", 8, True, ["dynamic8"], "float32\n"),
     "min_8bit_size": (-1, 4096.0, None),
     "percentile_clipping": (-1, 101, 50.0, None),
     "max_unorm": NOT_A_RATE,

@@ -1,0 +1,95 @@
+"""Constructor arguments: the settings among them, and their descriptions in docstrings.
+
+A front-end writes its signature out, for people, type checkers and editors. What follows from the
+signature is made from it: a group's defaults, the default of each argument in the docstring, and
+the description of every argument that others have, too.
+"""
+
+from __future__ import annotations
+
+import inspect
+import re
+import sys
+import textwrap
+from collections.abc import Mapping
+from typing import Any, TypeVar
+
+T = TypeVar("T", bound=type)
+
+NOT_SETTINGS = ("self", "__class__", "params", "args", "kwargs", "block_wise", "is_paged")
+WIDTH = 100
+COMMON = """
+Args:
+    params: parameters, named parameters or parameter groups.
+    lr: learning rate, a number or a tensor of one element.
+    optim_bits: 32 or 8, the width of the moments.
+    args: object whose `optim_bits`, `min_8bit_size`, `percentile_clipping` and `max_unorm` replace
+        these arguments where present.
+    min_8bit_size: tensors with fewer elements keep 32-bit state.
+    percentile_clipping: clip the gradient's norm to this percentile (0..100) of the last 100 steps'
+        norms; 100 is off.
+    block_wise: as in bitsandbytes; state is blockwise either way, and False warns.
+    is_paged: as in bitsandbytes; nothing is paged here, and True warns.
+    max_unorm: cap ||u|| at max_unorm ||p||; 0 is off.
+    state_format: name of the format that the moments are stored in; it decides `optim_bits`. None
+        is what `optim_bits` means: "dynamic8" for 8, "float32" for 32.
+    maximize: ascend instead of descend.
+    foreach: as in torch.optim; all tensors of a group are always stepped together.
+    capturable: as in torch.optim; steps on accelerators can always be captured.
+    differentiable: must be False.
+    fused: True insists on a compiled engine, and `step` raises where there is none.
+"""
+
+
+def settings_of(arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """The settings among the `locals()` that an `__init__` begins with."""
+    return {name: value for name, value in arguments.items() if name not in NOT_SETTINGS}
+
+
+def documented(cls: T) -> T:
+    """Give a class's docstring an Args section with every argument, in the signature's order.
+
+    The docstring describes what is special to the class; other descriptions come from the nearest
+    base class that is `documented` and has them, or else from `COMMON`. Defaults come from the
+    signature.
+
+    Raises:
+        TypeError: for an argument that nothing describes.
+    """
+    if sys.flags.optimize >= 2:  # Python has dropped the docstrings
+        return cls
+    head, own, tail = _sections(inspect.cleandoc(cls.__doc__ or ""))
+    described = {**(getattr(cls, "_described", None) or _sections(COMMON)[1]), **own}
+    cls._described = described  # type: ignore[attr-defined]
+    parameters = inspect.signature(cls).parameters
+    entries = []
+    for name in dict.fromkeys((*parameters, *own)):
+        if name not in described:
+            raise TypeError(f"{cls.__name__}: nothing describes the argument {name!r}")
+        text = described[name]
+        default = parameters[name].default if name in parameters else inspect.Parameter.empty
+        if default is not inspect.Parameter.empty:
+            text += f" Default {default!r}."
+        entries.append(_entry(name, text))
+    cls.__doc__ = "\n\n".join(filter(None, (head, "\n".join(("Args:", *entries)), tail)))
+    return cls
+
+
+def _sections(doc: str) -> tuple[str, dict[str, str], str]:
+    """A docstring's text before its Args, its Args by name, and the text behind them."""
+    head, there, rest = doc.partition("\nArgs:\n")
+    if not there:
+        return doc, {}, ""
+    args, _, tail = rest.partition("\n\n")
+    own: dict[str, str] = {}
+    for entry in re.split(r"^    (?=\S)", args, flags=re.MULTILINE)[1:]:
+        name, text = entry.split(": ", 1)
+        own[name] = " ".join(text.split())
+    return head.rstrip(), own, tail
+
+
+def _entry(name: str, text: str) -> str:
+    return textwrap.fill(
+        f"{name}: {text}", WIDTH - 4, initial_indent=" " * 4, subsequent_indent=" " * 8,
+        break_long_words=False, break_on_hyphens=False,
+    )  # fmt: skip
