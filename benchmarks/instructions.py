@@ -37,6 +37,7 @@ OPTIMIZERS: dict[str, tuple[str, dict[str, Any]]] = {
     "Adam": ("Adam", {}),
     "AdamW": ("AdamW", {}),
     "AdamW-amsgrad": ("AdamW", {"amsgrad": True}),
+    "ADOPT": ("ADOPT", {}),
     "AdEMAMix": ("AdEMAMix", {}),
     "LAMB": ("LAMB", {"trust_coefficient": 1.0, "weight_decay": 0.01}),
     "LANS": ("LANS", {"weight_decay": 0.01}),

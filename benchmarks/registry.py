@@ -143,6 +143,7 @@ ROWS: tuple[tuple[Entry, ...], ...] = (
     _pair("Lion", LION_LR, speed=SGD_SPEED, weight_decay=0.01),
     _pair("RMSprop", RMSPROP_LR, speed=ADAMW_SPEED),
     _pair("Adagrad", ADAGRAD_LR, speed=ADAMW_SPEED),
+    _pair("ADOPT", ADAM_LR, speed=ADAMW_SPEED),
     _pair("AdEMAMix", ADAM_LR, speed=ADAMW_SPEED),
     _pair("Eve", ADAM_LR, speed=ADAMW_SPEED),
     _pair("Cain", CAIN_LR),

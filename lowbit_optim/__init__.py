@@ -17,6 +17,9 @@ from ._adam import AdamW32bit as AdamW32bit
 from ._ademamix import AdEMAMix as AdEMAMix
 from ._ademamix import AdEMAMix8bit as AdEMAMix8bit
 from ._ademamix import AdEMAMix32bit as AdEMAMix32bit
+from ._adopt import ADOPT as ADOPT
+from ._adopt import ADOPT8bit as ADOPT8bit
+from ._adopt import ADOPT32bit as ADOPT32bit
 from ._cain import Cain as Cain
 from ._cain import Cain8bit as Cain8bit
 from ._cain import Cain32bit as Cain32bit

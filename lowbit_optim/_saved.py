@@ -85,16 +85,26 @@ def check_shapes(saved: Mapping[str, Any], p: Tensor, unit: Unit) -> None:
         value, wanted = saved[part.key], part.shape(p.shape, unit.format.block)
         if not isinstance(value, Tensor) or tuple(value.shape) != wanted:
             got = tuple(value.shape) if isinstance(value, Tensor) else value
-            raise ValueError(
-                f"{part.key!r} has shape {got!r}; {wanted} is needed for a parameter of "
-                f"{tuple(p.shape)}"
-            )
+            if part.per_block:
+                needed = f"{wanted} is needed for a parameter of {tuple(p.shape)}"
+                raise ValueError(f"{part.key} has shape {got!r}, {needed}")
+            raise ValueError(f"{part.key!r} has shape {got!r}, its parameter {tuple(p.shape)}")
         coded = not value.is_floating_point() and not value.is_complex()
-        if coded != (part.dtype == torch.uint8):
+        if coded and part.dtype != torch.uint8:
             raise ValueError(
-                f"{part.key!r} is {value.dtype}, and beside it are {sorted(map(str, saved))}: no "
-                f"state format that is known here, {', '.join(FORMATS)}, has such tensors"
+                f"{part.key!r} is {value.dtype} and its scales {_scales_of(part.key)} are missing; "
+                f"state formats that are known here: {', '.join(FORMATS)}"
             )
+        if not coded and part.dtype == torch.uint8:
+            scales = ", ".join(other.key for other in unit.parts if other.per_block)
+            raise ValueError(f"{part.key!r} is {value.dtype} and its scales {scales} are present")
+
+
+def _scales_of(key: str) -> str:
+    """What the formats call the scales of a moment."""
+    found = [units((Moment(key),), format) for format in FORMATS.values()]
+    parts = [part for made in found for unit in made for part in unit.parts]
+    return " or ".join(part.key for part in parts if part.per_block)
 
 
 def _check_numbers(moment: Moment, value: Tensor, p: Tensor) -> None:

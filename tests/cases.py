@@ -185,6 +185,11 @@ CASES_FAMILY = [
     Case("LANS", {}, reference.lans, ADAM),
     Case("LANS", {"weight_decay": 0.1, "upper_bound": 2.0}, reference.lans, ADAM),
     Case("LANS", {"lower_bound": 0.5, "clip_gradient": 0.1}, reference.lans, ADAM),
+    # Divided by the rounded root of one second moment, and by no later one that makes up for it.
+    Case("ADOPT", {}, reference.adopt, ADAM, nmse=1e-3),
+    Case("ADOPT", {"weight_decay": 0.1, "clip_exp": None, "maximize": True}, reference.adopt, ADAM),
+    Case("ADOPT", {"weight_decay": 0.1, "decoupled_weight_decay": True, "betas": (0.5, 0.9)},
+         reference.adopt, ADAM),
     _lion(),
     _lion(weight_decay=0.1, maximize=True),
     _lion(percentile_clipping=5),

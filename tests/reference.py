@@ -125,6 +125,25 @@ def adamw(p, g, state, *, lr, weight_decay=0.01, **options):
     )
 
 
+def adopt(p, g, state, *, lr, betas=(0.9, 0.9999), eps=1e-6, weight_decay=0.0, clip_exp=0.25,
+          decoupled_weight_decay=False, max_unorm=0.0, maximize=False,
+          percentile_clipping=100):  # fmt: skip
+    """Taniguchi et al., arXiv:2411.02853, Alg. 2: x is bounded by (t - 1)^clip_exp."""
+    t, g = _begin(g, state, maximize, percentile_clipping)
+    decayed = p * (1 - lr * weight_decay) if decoupled_weight_decay else p
+    if not decoupled_weight_decay:
+        g = g + weight_decay * p
+    if t == 1:
+        state["exp_avg"], state["exp_avg_sq"] = torch.zeros_like(g), g * g
+        return p
+    x = g / state["exp_avg_sq"].sqrt().clamp(min=eps)
+    if clip_exp is not None:
+        x = x.clamp(-((t - 1) ** clip_exp), (t - 1) ** clip_exp)
+    m = _ema(state, "exp_avg", betas[0], x)
+    _ema(state, "exp_avg_sq", betas[1], g * g)
+    return decayed - lr * _capped(m, p, max_unorm)
+
+
 def lamb(p, g, state, *, lr, bias_correction=True, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.0,
          adam_w_mode=True, max_unorm=1.0, trust_coefficient=None, weight_norm_bounds=None,
          maximize=False, percentile_clipping=100):  # fmt: skip

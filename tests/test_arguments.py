@@ -84,6 +84,11 @@ CHANGES = {
         "initial_accumulator_value": ({}, 0.0, 0.1),
         "eps": ({}, 1e-10, 1e-2),
     },
+    "ADOPT": {
+        **ADAM,
+        "clip_exp": ({}, 0.25, None),
+        "decoupled_weight_decay": ({"weight_decay": 0.1}, False, True),
+    },
     "AdEMAMix": {
         **ADAM,
         "betas": ({}, (0.9, 0.99, 0.999), (0.9, 0.99, 0.9)),

@@ -70,6 +70,7 @@ def test_a_parameter_without_gradient_stays(case, bits):
     assert changed(before, optimizer) == [False, False]
     a.grad = torch.ones_like(a)
     optimizer.step()
+    optimizer.step()  # a first step of ADOPT moves nothing
     assert changed(before, optimizer) == [True, False]
     assert b not in optimizer.state
 
@@ -156,7 +157,7 @@ def test_a_group_has_its_own_settings(case):
     a, b = parameters()
     optimizer = build(case, 32, [{"params": [a], "lr": 0.0}, {"params": [b], "optim_bits": 8}])
     before = values(optimizer)
-    train(optimizer, 1)
+    train(optimizer, 2)
     assert changed(before, optimizer) == [False, True]
     for key in case.moments:
         assert optimizer.state[a][key].dtype == torch.float32

@@ -98,6 +98,17 @@ FAMILIES = {
         ),
         Family("Lion", inputs=(*COMMON, *DECAYED, *TENSOR_BETAS), refused=(*BAD_BETA, *BAD_DECAY)),
         Family(
+            "ADOPT",
+            inputs=(
+                *COMMON,
+                *DECAYED,
+                *TENSOR_BETAS,
+                {"weight_decay": 0.1, "decoupled_weight_decay": True},
+                {"clip_exp": None},
+            ),
+            refused=(*BAD_BETA, *BAD_DECAY, {"clip_exp": -1.0}),
+        ),
+        Family(
             "AdEMAMix",
             inputs=(
                 *COMMON,

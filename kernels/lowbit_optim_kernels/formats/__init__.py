@@ -142,7 +142,9 @@ def units(moments: tuple[Moment, ...], format: Format) -> tuple[Unit, ...]:
 @cache
 def constant(unit: Unit, values: tuple[float, ...]) -> tuple[float, ...]:
     """What each part is filled with so that all elements of the moments are these values."""
-    blocks = [torch.full((1, unit.format.block), x, dtype=torch.float64) for x in values]
+    blocks = [
+        torch.full((1, unit.format.block), x, dtype=torch.float64, device="cpu") for x in values
+    ]
     return tuple(x.flatten()[0].item() for x in unit.format.encode(unit.moments, blocks))
 
 
