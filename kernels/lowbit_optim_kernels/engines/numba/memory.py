@@ -171,11 +171,14 @@ def move(typing, target, source, size):
 
 @njit(nogil=True, error_model="numpy")
 def enter(home, spare, size, n, width, pad):
-    """Address of a block's operand: its home, or a copy in `spare` filled up from size to n."""
+    """Address of a block's operand: its home, or a copy in `spare` filled up from size to n.
+
+    An element is `width` bytes, those of the pad as an integer.
+    """
     if size == n:
         return home
     for i in range(size * width, n * width):
-        write_byte(spare + i, pad)
+        write_byte(spare + i, pad >> (8 * (i % width)))
     move(spare, home, size * width)
     return spare
 
