@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import importlib
 import math
-import sys
 from collections.abc import Iterable
 from functools import cache
 from types import ModuleType, SimpleNamespace
@@ -270,12 +269,12 @@ _FP32 = Item(key="", width=4)
 
 @cache
 def _pads(unit: Unit) -> tuple[int, ...]:
-    """For each part the bytes of what stands for zero, as an integer."""
+    """For each part the bytes of what stands for zero, as an integer; the first is the lowest."""
+
+    def pad(value: float, dtype: torch.dtype) -> int:
+        stored = torch.tensor([value], dtype=dtype, device="cpu").view(torch.uint8)
+        return int.from_bytes(bytes(stored.tolist()), "little", signed=dtype.itemsize > 1)
+
     values = constant(unit, (0.0,) * len(unit.moments))
-    return tuple(
-        int.from_bytes(
-            bytes(torch.tensor([x], dtype=part.dtype or torch.float32).view(torch.uint8).tolist()),
-            sys.byteorder,
-        )
-        for part, x in zip(unit.parts, values, strict=True)
-    )
+    pairs = zip(unit.parts, values, strict=True)
+    return tuple(pad(value, part.dtype or torch.float32) for part, value in pairs)
