@@ -94,6 +94,7 @@ class _Specializer(ast.NodeTransformer):
 
     def __init__(self, functions: dict[str, ast.FunctionDef], bound: dict[str, Any]) -> None:
         self.functions, self.bound = functions, {**_WORKED_OUT, **bound}
+        self.called: list[str] = []  # functions of the template
 
     def known(self, node: ast.AST) -> Any:
         """The value of an expression of bound names alone; else `_OPEN`."""
@@ -234,6 +235,8 @@ class _Specializer(ast.NodeTransformer):
             if isinstance(node.func, ast.Name) and node.func.id == "all":
                 return ast.BoolOp(ast.And(), parts)
             return reduce(lambda x, y: ast.BinOp(x, ast.BitAnd(), y), parts)
+        if isinstance(node.func, ast.Name) and node.func.id in self.functions:
+            self.called.append(node.func.id)
         keywords = [self.visit(keyword) for keyword in node.keywords]
         return ast.Call(self.visit(node.func), self.spread(node.args), keywords)
 
@@ -280,16 +283,20 @@ class Writer:
             functions, imports = _parsed(template)
             self.functions.update(functions)
             self.imports.update(imports)
-        self.written: list[ast.FunctionDef] = []
+        self.written: dict[str, ast.FunctionDef] = {}
 
     def add(self, name: str, **bound: Any) -> None:
-        """Write a function with some names bound."""
-        made = _Specializer(self.functions, bound).visit(self.functions[name])
-        self.written.append(ast.fix_missing_locations(made))
+        """Write a function with some names bound, after those of the templates that it calls."""
+        specializer = _Specializer(self.functions, bound)
+        made = specializer.visit(self.functions[name])
+        for called in specializer.called:
+            if called not in self.written:
+                self.add(called, **bound)
+        self.written[made.name] = ast.fix_missing_locations(made)
 
     def text(self, head: str = "") -> str:
         """The imports, a text of other things, and the functions."""
-        nodes = [x for function in self.written for x in ast.walk(function)]
+        nodes = [x for function in self.written.values() for x in ast.walk(function)]
         used = dict.fromkeys(x.id for x in nodes if isinstance(x, ast.Name))
         imports = []
         for name in used:
@@ -297,5 +304,5 @@ class Writer:
             if module is not None:
                 what = f"import {module}" if there is None else f"from {module} import {there}"
                 imports.append(what if name in (module, there) else f"{what} as {name}")
-        functions = [ast.unparse(function) for function in self.written]
+        functions = map(ast.unparse, self.written.values())
         return "\n\n\n".join(["\n".join(sorted(imports)), head, *functions]) + "\n"

@@ -1,6 +1,16 @@
 """The text of the Numba engine's modules: its templates, bound to a rule, dtypes and a format.
 
-The templates are `passes`, and that of a format which has one; see `codegen.specialize`.
+The templates are `passes`, and that of a format which has one; see `codegen.specialize`. The module
+that `Format.numba` names has `njit` functions that read and write one block,
+
+    decode(signed, parts, numbers, n)
+    encode(signed, numbers, parts, n)
+
+where `parts` are the addresses of what the block has of the unit's parts, `numbers` those of each
+moment's fp32 numbers, and `signed` says which moments have a sign. What follows the end of a short
+block is zeros, as `formats.constant` says, so that n is a multiple of 16. The numbers to encode are
+finite. Or the module has `PASSES`, the name of a template with functions in place of those of
+`passes`. `DEPENDS` are further modules that its compiled code depends on.
 """
 
 from __future__ import annotations
@@ -37,21 +47,12 @@ INNER = '@njit(nogil=True, error_model="numpy")'
 
 
 def code_of(format: Format) -> ModuleType | None:
-    """The module with a format's code for this engine; None for `float32`, which needs none.
-
-    Raises:
-        NotImplementedError: if the format has none, or blocks that no vector fits in.
-    """
-    if format.exact:
-        return None
-    if not format.numba or format.block % LANES:
-        raise NotImplementedError(f"the numba engine cannot run the state format {format.name!r}")
-    return importlib.import_module(format.numba)
+    """The module with a format's code for this engine, if it has any."""
+    return importlib.import_module(format.numba) if format.numba else None
 
 
 def _writer(format: Format | None = None) -> Writer:
-    code = None if format is None else code_of(format)
-    own = getattr(code, "PASSES", None)
+    own = None if format is None else getattr(code_of(format), "PASSES", None)
     return Writer(PASSES, *([own] if own else []))
 
 
@@ -99,9 +100,10 @@ def shared_module() -> str:
     return writer.text()
 
 
+@cache
 def codes_tensors(format: Format) -> bool:
     """Whether a format has functions for whole tensors of one moment."""
-    return not format.exact and "encode_tensor" in _writer(format).functions
+    return "encode_tensor" in _writer(format).functions
 
 
 def tensor_function(name: str, signed: bool) -> str:
@@ -136,8 +138,14 @@ def element_module(rule: Rule, p_kind: str, g_kind: str, format: Format) -> str:
         p_kind: "f32", "bf16" or "f16", how the parameter is stored.
         g_kind: how the gradient is.
         format: how moments are stored that need not stay exact.
+
+    Raises:
+        NotImplementedError: if the format has no code for this engine, or blocks that are no
+            multiple of a vector.
     """
     coded = any(not unit.format.exact for unit in units(rule.moments, format))
+    if coded and (not format.numba or format.block % LANES):
+        raise NotImplementedError(f"the numba engine cannot run the state format {format.name!r}")
     writer = _writer(format if coded else None)
     passes = _Passes(writer, rule, p_kind, g_kind, format)
     for k, phase in enumerate(rule.phases):
@@ -167,8 +175,8 @@ class _Passes:
         columns = iter(state_columns(rule.moments, format))
         for unit in units(rule.moments, format):
             items = [
-                Item(key=part.key, column=column, width=_width(part.dtype), pad=pad, written=True,
-                     per_block=part.per_block)
+                Item(key=part.key, column=column, width=(part.dtype or torch.float32).itemsize,
+                     pad=pad, written=True, per_block=part.per_block)
                 for part, pad, column in zip(unit.parts, _pads(unit), columns, strict=False)
             ]  # fmt: skip
             self.parts += items
@@ -189,8 +197,6 @@ class _Passes:
         bound.update(TERMS=terms, FINITE=terms_of is not gradient_square, block_function=block)
         bound["PARTIAL"] = (Variable("partial"),) if terms else ()
         if terms_of is None:
-            if "mend" in self.writer.functions:
-                self.writer.add("mend", **bound)
             self.writer.add("update_block", **bound)
         else:
             self.writer.add("reduce_block", reduce_block=block, **bound)
@@ -221,7 +227,7 @@ class _Passes:
         per_block = tuple(x for x in parts if x.per_block)
         read = [x for x in tensors if x.read] + per_element
         operands = tuple(Item(**{**vars(x), "row": k}) for k, x in enumerate(read))
-        spare = self.block * max(x.width for x in (*tensors, *self.parts, _FP32))
+        spare = self.block * max([4, *(x.width for x in self.parts)])  # a scratch operand's bytes
         arguments = variables("at", (*operands, *per_block))
         scalars = self._scalars(functions, updates)
         return {
@@ -258,13 +264,6 @@ class _Passes:
             else Item(key=x, of_tensor=False, column=hyper.index(x))
             for x in names
         )
-
-
-def _width(dtype: torch.dtype | None) -> int:
-    return (dtype or torch.float32).itemsize
-
-
-_FP32 = Item(key="", width=4)
 
 
 @cache
