@@ -14,8 +14,8 @@ bound to values. An expression of bound names alone is worked out and its value 
     load()                    as a statement, with a `load` of the template that takes nothing, is
                               replaced by its body: it shares the variables around it
 
-What a sequence of one is written as is the one thing. The imports that the result needs come from
-the templates' own.
+A sequence of one item is written as that item, not as a tuple. Functions of the template that the
+result calls, and the imports that it needs, are written with it.
 """
 
 from __future__ import annotations
@@ -76,6 +76,11 @@ def _are_items(value: Any) -> bool:
     return isinstance(value, tuple) and all(isinstance(x, Item) for x in value)
 
 
+def _function(node: ast.AST) -> str:
+    """The name that is called, if one is."""
+    return node.func.id if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) else ""
+
+
 def _bind(target: ast.expr, value: Any) -> dict[str, Any]:
     if isinstance(target, ast.Tuple):
         pairs = zip(target.elts, value, strict=True)
@@ -107,8 +112,7 @@ class _Specializer(ast.NodeTransformer):
         names = [x.id for x in nodes if isinstance(x, ast.Name)]
         if not all(name in self.bound for name in names):
             return _OPEN
-        calls = [x.func for x in nodes if isinstance(x, ast.Call)]
-        if not all(isinstance(x, ast.Name) and x.id in _WORKED_OUT for x in calls):
+        if not all(_function(x) in _WORKED_OUT for x in nodes if isinstance(x, ast.Call)):
             return _OPEN
         if not names and not isinstance(node, ast.Tuple):
             return _OPEN
@@ -132,11 +136,7 @@ class _Specializer(ast.NodeTransformer):
     def sequence(self, node: ast.expr) -> list[ast.expr] | None:
         """The expressions that stand for a sequence; None if this is not one of ours."""
         context = getattr(node, "ctx", None) or ast.Load()
-        if (
-            isinstance(node, ast.Call)
-            and isinstance(node.func, ast.Name)
-            and node.func.id == "tuple"
-        ):
+        if isinstance(node, ast.Call) and _function(node) == "tuple":
             return self.sequence(node.args[0])
         if isinstance(node, ast.GeneratorExp):
             (loop,) = node.generators
@@ -209,11 +209,9 @@ class _Specializer(ast.NodeTransformer):
         return self.visit(node.body if taken else node.orelse)
 
     def visit_Expr(self, node: ast.Expr) -> Any:
-        call = node.value
-        if isinstance(call, ast.Call) and isinstance(call.func, ast.Name) and not call.args:
-            fragment = self.functions.get(call.func.id)
-            if fragment is not None and not ast.unparse(fragment.args):
-                return self.statements(_body(fragment))
+        fragment = self.functions.get(_function(node.value))
+        if fragment is not None and not ast.unparse(fragment.args):
+            return self.statements(_body(fragment))
         return self.generic_visit(node)
 
     def visit_Subscript(self, node: ast.Subscript) -> Any:
@@ -227,16 +225,16 @@ class _Specializer(ast.NodeTransformer):
         return ast.Tuple(self.spread(node.elts, isinstance(node.ctx, ast.Store)), node.ctx)
 
     def visit_Call(self, node: ast.Call) -> ast.expr:
-        joins = isinstance(node.func, ast.Name) and node.func.id in ("all", "every")
-        parts = self.sequence(node.args[0]) if joins else None
+        name = _function(node)
+        parts = self.sequence(node.args[0]) if name in ("all", "every") else None
         if parts is not None:
             if len(parts) == 1:
                 return parts[0]
-            if isinstance(node.func, ast.Name) and node.func.id == "all":
+            if name == "all":
                 return ast.BoolOp(ast.And(), parts)
             return reduce(lambda x, y: ast.BinOp(x, ast.BitAnd(), y), parts)
-        if isinstance(node.func, ast.Name) and node.func.id in self.functions:
-            self.called.append(node.func.id)
+        if name in self.functions:
+            self.called.append(name)
         keywords = [self.visit(keyword) for keyword in node.keywords]
         return ast.Call(self.visit(node.func), self.spread(node.args), keywords)
 
