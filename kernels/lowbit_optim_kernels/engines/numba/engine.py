@@ -22,34 +22,30 @@ from torch import Tensor
 
 from ...codegen.analysis import hyper_names
 from ...codegen.module_cache import import_source
-from ...formats import Unit
-from ...formats.layout import BLOCK, Layout
+from ...formats import Format, Unit
+from ...formats.layout import Layout
 from ...plan import Batch, G, Slot, address_columns, clips, phase_count
-from ...rules import Rule
+from ...rules import Moment, Rule
+from .. import torch as engine_torch
 from . import cache as numba_cache
-from . import shared as numba_shared
 from . import source as numba_source
 from . import threads as numba_threads
 
 NAME = "numba"
 KIND = {torch.float32: "f32", torch.bfloat16: "bf16", torch.float16: "f16"}
-CHUNK = 64  # blocks
+CHUNK = 1 << 14  # elements, in whole blocks
 ALONE = 1 << 16  # elements; fewer are not worth waking a thread for
 
-_HELPERS = (
-    "engines.numba.element",
-    "engines.numba.memory",
-    "engines.numba.scalar",
-    "engines.numba.vector",
-    "formats.dynamic8.numba",
-    "formats.dynamic8.numba_tables",
-)
+_HELPERS = ("element", "memory", "scalar", "vector")
 
 
 @cache
-def _depends() -> tuple[str, ...]:
+def _depends(format: Format | None = None) -> tuple[str, ...]:
     """What compiled code depends on beside its own text."""
-    modules = [importlib.import_module(f"lowbit_optim_kernels.{name}") for name in _HELPERS]
+    modules = [importlib.import_module(f"{__package__}.{name}") for name in _HELPERS]
+    code = None if format is None else numba_source.code_of(format)
+    if code is not None:
+        modules += [code, *getattr(code, "DEPENDS", ())]
     versions = (numba.__version__, llvmlite.__version__, np.__version__)
     return (*versions, *map(inspect.getsource, modules))
 
@@ -62,15 +58,22 @@ def _scalars(rule: Rule) -> ModuleType:
 
 
 @cache
-def _elements(rule: Rule, p_kind: str, g_kind: str, bits: int) -> ModuleType:
-    source = numba_source.element_module(rule, p_kind, g_kind, bits)
-    return import_source(f"{rule.name}_{p_kind}_{g_kind}_{bits}", source, _depends())
+def _elements(rule: Rule, p_kind: str, g_kind: str, format: Format) -> ModuleType:
+    source = numba_source.element_module(rule, p_kind, g_kind, format)
+    return import_source(f"{rule.name}_{p_kind}_{g_kind}_{format.name}", source, _depends(format))
 
 
 @cache
 def _shared() -> ModuleType:
-    module = import_source("shared", numba_shared.SHARED, _depends())
+    module = import_source("shared", numba_source.shared_module(), _depends())
     return numba_cache.keep(module, ["add_up", "clip"])
+
+
+@cache
+def _codec(format: Format) -> ModuleType:
+    return import_source(
+        f"codec_{format.name}", numba_source.codec_module(format), _depends(format)
+    )
 
 
 @dataclass
@@ -100,17 +103,19 @@ class _Plan:
 def _chunks(slots: list[Slot], members: list[int]) -> np.ndarray:
     rows = []
     for t in members:
-        blocks = slots[t].rows * -(-slots[t].row // BLOCK)
-        rows += [(t, b, min(CHUNK, blocks - b)) for b in range(0, blocks, CHUNK)]
+        block = slots[t].format.block
+        blocks, chunk = slots[t].rows * -(-slots[t].row // block), max(1, CHUNK // block)
+        rows += [(t, b, min(chunk, blocks - b)) for b in range(0, blocks, chunk)]
     return np.array(rows, dtype=np.int64).reshape(-1, 3)
 
 
 def _geometry(slot: Slot) -> tuple[int, int, int, int]:
     """rows, row, blocks per row, global numel; rows of whole blocks are one long row."""
-    if slot.row % BLOCK == 0:
+    block = slot.format.block
+    if slot.row % block == 0:
         numel = slot.rows * slot.row
-        return 1, numel, numel // BLOCK, slot.numel
-    return slot.rows, slot.row, -(-slot.row // BLOCK), slot.numel
+        return 1, numel, numel // block, slot.numel
+    return slot.rows, slot.row, -(-slot.row // block), slot.numel
 
 
 def _compiled(module: ModuleType, names: list[str]) -> dict[str, Any]:
@@ -122,7 +127,7 @@ def _make_plan(batch: Batch) -> _Plan:
     slots, rule = batch.slots, batch.rule
     members: dict[tuple, list[int]] = {}
     for t, slot in enumerate(slots):
-        kinds = (KIND[slot.p.dtype], KIND[slot.g.dtype], slot.format.bits)
+        kinds = (KIND[slot.p.dtype], KIND[slot.g.dtype], slot.format)
         members.setdefault(kinds, []).append(t)
     names = [f"reduce_{k}" for k in range(len(rule.phases))]
     names += ["update", *(["reduce_clip"] if clips(batch) else [])]
@@ -221,28 +226,40 @@ def start(batch: Batch) -> NumbaRun:
 
 
 def encode(unit: Unit, values: Sequence[Tensor], layout: Layout, out: Sequence[Tensor]) -> None:
-    """Code contiguous tensors into the tensors `out` of a unit's parts; bad numbers give zero."""
-    count = len(values)
-    for k, (moment, x) in enumerate(zip(unit.moments, values, strict=True)):
-        wide, codes, absmax = x.float(), out[k], out[count + k]
-        at = [layout.row, wide.data_ptr(), codes.data_ptr(), absmax.data_ptr()]
-        _code("quantize", moment.signed, layout, at)
+    """Code contiguous tensors into the tensors `out` of a unit's parts; bad numbers give zero.
+
+    By the format's functions for whole tensors of one moment, else by torch operators.
+    """
+    if not numba_source.codes_tensors(unit.format):
+        engine_torch.encode(unit, values, layout, out)
+        return
+    for moment, x in zip(unit.moments, values, strict=True):
+        _code("encode_tensor", moment, x.float(), _stored(unit, moment, out), layout, unit.format)
 
 
 def decode(unit: Unit, stored: Sequence[Tensor], layout: Layout, out: Sequence[Tensor]) -> None:
-    """Write the numbers of a unit's moments into the contiguous tensors `out`."""
-    count = len(out)
-    for k, (moment, x) in enumerate(zip(unit.moments, out, strict=True)):
+    """Write the numbers of a unit's moments into the contiguous tensors `out`; see `encode`."""
+    if not numba_source.codes_tensors(unit.format):
+        engine_torch.decode(unit, stored, layout, out)
+        return
+    for moment, x in zip(unit.moments, out, strict=True):
         wide = x if x.dtype == torch.float32 else torch.empty_like(x, dtype=torch.float32)
-        codes, absmax = stored[k], stored[count + k]
-        at = [layout.row, wide.data_ptr(), codes.data_ptr(), absmax.data_ptr()]
-        _code("dequantize", moment.signed, layout, at)
+        _code("decode_tensor", moment, wide, _stored(unit, moment, stored), layout, unit.format)
         if wide is not x:
             x.copy_(wide)
 
 
-def _code(name: str, signed: bool, layout: Layout, work: list[int]) -> None:
-    share = f"{name}_{'signed' if signed else 'unsigned'}_share"
+def _stored(unit: Unit, moment: Moment, tensors: Sequence[Tensor]) -> list[Tensor]:
+    """The tensors of one moment, of a format that codes each by itself."""
+    own = unit.format.parts((moment,))
+    return [x for part, x in zip(unit.parts, tensors, strict=True) if part in own]
+
+
+def _code(
+    name: str, moment: Moment, x: Tensor, stored: list[Tensor], layout: Layout, format: Format
+) -> None:
+    share = f"{numba_source.tensor_function(name, moment.signed)}_share"
     threads = torch.get_num_threads() if layout.rows * layout.row > ALONE else 1
-    function = numba_threads.compiled_share(_shared(), share)
+    function = numba_threads.compiled_share(_codec(format), share)
+    work = [layout.row, *(tensor.data_ptr() for tensor in (x, *stored))]
     numba_threads.run(function, layout.rows * layout.blocks_per_row, threads, work)

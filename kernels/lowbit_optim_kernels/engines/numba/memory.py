@@ -133,6 +133,12 @@ def write_f32(typing, address, x):
 
 
 @intrinsic
+def read_byte(typing, address):
+    """One byte, as an int64 number."""
+    return types.int64(types.int64), lambda c, b, s, a: b.zext(b.load(pointer(b, a[0], i8)), i64)
+
+
+@intrinsic
 def write_byte(typing, address, x):
     """Store one byte."""
 
@@ -171,11 +177,14 @@ def move(typing, target, source, size):
 
 @njit(nogil=True, error_model="numpy")
 def enter(home, spare, size, n, width, pad):
-    """Address of a block's operand: its home, or a copy in `spare` filled up from size to n."""
+    """Address of a block's operand: its home, or a copy in `spare` filled up from size to n.
+
+    An element has `width` bytes; those of the pad are an integer, the first its lowest.
+    """
     if size == n:
         return home
     for i in range(size * width, n * width):
-        write_byte(spare + i, pad)
+        write_byte(spare + i, pad >> (8 * (i % width)))
     move(spare, home, size * width)
     return spare
 

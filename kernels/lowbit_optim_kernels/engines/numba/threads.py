@@ -9,6 +9,8 @@ A pass is compiled to a C function `share(job)`, where `job` is the address of i
     4  how many items (chunks, blocks) all pieces have
     5  and on: what the pass works on
 
+The template `passes` writes `share`.
+
 A thread takes its own pieces, then those that others have not come to. So any number of threads
 may run a job, and one that lags is helped; and the passes of a step meet a part of a tensor on the
 same core, which matters where cores do not share a cache: a parameter that one core has read for a
@@ -27,7 +29,6 @@ from __future__ import annotations
 import ctypes
 import os
 import threading
-from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from pathlib import Path
@@ -37,7 +38,6 @@ from typing import Any
 import numpy as np
 import torch
 
-from ...codegen.analysis import indent
 from . import cache as numba_cache
 
 PIECES = 32  # of each thread: at the end of a pass a core waits for a piece of another one
@@ -150,34 +150,6 @@ def _openmp() -> tuple[Any, int] | None:
     parallel.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint]
     parallel.restype = None
     return parallel, ctypes.cast(number, ctypes.c_void_p).value or 0
-
-
-def share(name: str, numbers: Iterable[str], arguments: Iterable[str]) -> str:
-    """Text of the function that runs pieces of `name(lo, hi, ...)`.
-
-    Args:
-        name: the function.
-        numbers: names for a job's first words of work.
-        arguments: texts of what the function takes after lo and hi, each with {} in place of a
-            further word.
-    """
-    named = ["number", "tickets", "threads", "each", "count", *numbers]
-    lines = [f"{word} = read_i64(job + {8 * k})" for k, word in enumerate(named)]
-    passed = []
-    for k, argument in enumerate(arguments, start=len(named)):
-        lines.append(f"word_{k} = {argument.format(f'read_i64(job + {8 * k})')}")
-        passed.append(f"word_{k}")
-    lines += [
-        "this = number_of(number) if number != 0 else take(tickets)",
-        "for turn in range(threads):",
-        "    owner = (this + turn) % threads",
-        "    piece = take(tickets + 64 * (1 + owner))",
-        "    while piece < each:",
-        "        k, pieces = owner * each + piece, threads * each",
-        f"        {name}(count * k // pieces, count * (k + 1) // pieces, {', '.join(passed)})",
-        "        piece = take(tickets + 64 * (1 + owner))",
-    ]
-    return f"def {name}_share(job):\n{indent(lines, 4)}"
 
 
 @cache

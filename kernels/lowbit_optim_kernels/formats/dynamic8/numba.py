@@ -41,7 +41,12 @@ from ...engines.numba.vector import (
     spread,
     vector,
 )
+from . import numba_tables
 from .numba_tables import BIAS, DOWN, OFFSET, book, octave_table, segments, slope_table
+
+# For the engine: the template of its passes, and the modules that compiled code depends on as well.
+PASSES = "lowbit_optim_kernels.formats.dynamic8.numba_passes"
+DEPENDS = (numba_tables,)
 
 _features = host_features()
 HAS_AVX512 = {"avx512f", "avx512bw", "avx512dq"} <= _features

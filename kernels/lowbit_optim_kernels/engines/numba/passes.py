@@ -1,0 +1,297 @@
+"""Template of the Numba engine's modules: the passes over elements and the per-tensor arithmetic.
+
+Read by `source`, which binds the names in capitals; see `codegen.specialize`. Scalar functions of a
+rule run on fp64, one call per tensor; element functions on vectors of 16 fp32 lanes (`vector`).
+Everything is addressed by int64 addresses from a table, so that one call steps any number of
+tensors:
+
+    address   int64   (tensors, ...)  p, g, step, the state's tensors, gnorm_vec
+    geometry  int64   (tensors, 4)    rows, row, blocks per row, global numel
+    scalars   float64 (tensors, ...)  gscale, then what the rule's scalar functions give
+    chunks    int64   (chunks, 3)     tensor, first block, number of blocks
+    partial   float64 (chunks, ...)   sums of a reduction's terms over one chunk
+
+A block function takes whole blocks, or one short one, which goes through padded scratch memory.
+MOMENTS are those that the format codes, EXACT those that are kept as they are. A format whose
+module names a template of its own (`PASSES`) replaces functions of this one.
+"""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+from numba import njit
+from numpy import float32 as f32
+
+from .element import only_finite
+from .memory import (
+    enter,
+    float_list,
+    float_table,
+    int_table,
+    leave,
+    load_f32,
+    number_of,
+    read_f32,
+    read_i64,
+    stack,
+    store_f32,
+    take,
+    write_f32,
+)
+from .scalar import count_step, read_step
+from .vector import finite, rounded, splat, total, where
+
+# Elements.
+
+
+def compute():
+    """For the 16 elements at j: load what the rule's functions read, and call them."""
+    if P.read:
+        p = P.load(at[P] + P.width * j)
+    if G.read:
+        g = G.load(at[G] + G.width * j) * gscale
+    if MOMENTS:
+        load_moments()
+    for m in EXACT:
+        m.value = load_f32(at[m] + 4 * j)
+    for call in CALLS:
+        call.gives = call.function(*call.reads)
+
+
+def update_elements():
+    compute()
+    P.store(at[P] + P.width * j, rounded(shrink, p) - rate * u)
+    if MOMENTS:
+        store_moments()
+    for m in EXACT:
+        store_f32(at[m] + 4 * j, m.value)
+
+
+# Blocks of a format with `decode` and `encode`. Element j of a block's moment is at row + 4 * j.
+
+
+def read_block():
+    row = scratch - 4 * start
+    decode_block(
+        (*SIGNED,),
+        (
+            *(at[x] + x.width * start for x in ELEMENT_PARTS),
+            *(at[x] + x.width * (start // BLOCK) for x in BLOCK_PARTS),
+        ),
+        (*(scratch + ROW * m.row for m in MOMENTS),),
+        stop - start,
+    )
+
+
+def write_block():
+    encode_block(
+        (*SIGNED,),
+        (*(scratch + ROW * m.row for m in MOMENTS),),
+        (
+            *(at[x] + x.width * start for x in ELEMENT_PARTS),
+            *(at[x] + x.width * (start // BLOCK) for x in BLOCK_PARTS),
+        ),
+        stop - start,
+    )
+
+
+def load_moments():
+    for m in MOMENTS:
+        m.value = load_f32(row + ROW * m.row + 4 * j)
+
+
+def store_moments():
+    """An element with one bad number starts again in all."""
+    ok = every(finite(m.value) for m in MOMENTS)
+    for m in MOMENTS:
+        store_f32(row + ROW * m.row + 4 * j, where(ok, m.value, splat(f32(0.0))))
+
+
+# Passes.
+
+
+@njit(nogil=True, error_model="numpy", inline="always")
+def update_block(*ARGUMENTS):
+    if MOMENTS:
+        for start in range(0, n, BLOCK):
+            stop = min(n, start + BLOCK)
+            read_block()
+            for j in range(start, stop, 16):
+                update_elements()
+            write_block()
+    else:
+        for j in range(0, n, 16):
+            update_elements()
+
+
+@njit(nogil=True, error_model="numpy", inline="always")
+def reduce_block(*ARGUMENTS):
+    """Sums of terms; of finite ones, lest one bad gradient spoil its tensor's norm.
+
+    The norm of percentile clipping is taken as it is. (Few elements at a time: what is loaded early
+    must not have left the first-level cache.)
+    """
+    for x in TERMS:
+        block_sum[x] = 0.0
+    for start in range(0, n, BLOCK):
+        stop = min(n, start + BLOCK)
+        if MOMENTS:
+            read_block()
+        for x in TERMS:
+            lanes[x] = splat(f32(0.0))
+        for j in range(start, stop, 16):
+            compute()
+            for x in TERMS:
+                lanes[x] = lanes[x] + (only_finite(x.value) if FINITE else x.value)
+        for x in TERMS:
+            block_sum[x] += total(lanes[x])
+    return block_sum[TERMS]
+
+
+@njit(nogil=True, error_model="numpy", inline="always")
+def run_chunks(lo, hi, address, geometry, chunks, hyper, scalars, *PARTIAL):
+    """What the threads call: the blocks of chunks lo..hi."""
+    scratch = stack(SCRATCH)
+    spare = stack(SPARES)
+    for c in range(lo, hi):
+        t = chunks[c, 0]
+        gscale = f32(scalars[t, GSCALE])
+        for s in SCALARS:
+            s.value = f32(scalars[t, s.column] if s.of_tensor else hyper[s.column])
+        row, per_row = geometry[t, 1], geometry[t, 2]
+        for x in TERMS:
+            chunk_sum[x] = 0.0
+        b, end = chunks[c, 1], chunks[c, 1] + chunks[c, 2]
+        while b < end:
+            column = b % per_row * BLOCK
+            first = b // per_row * row + column
+            whole = min(row - column, BLOCK * (end - b)) // BLOCK
+            size = BLOCK * whole if whole > 0 else row - column
+            n = (size + (GRAIN - 1)) // GRAIN * GRAIN
+            for x in BLOCK_PARTS:
+                at[x] = address[t, x.column] + x.width * b
+            for x in OPERANDS:
+                home[x] = address[t, x.column] + x.width * first
+            for x in OPERANDS:
+                at[x] = enter(home[x], spare + SPARE * x.row, size, n, x.width, x.pad)
+            if TERMS:
+                term[TERMS] = block_function(*ARGUMENTS)
+            else:
+                block_function(*ARGUMENTS)
+            for x in OPERANDS:
+                if x.written and not TERMS:
+                    leave(home[x], at[x], size, x.width)
+            for x in TERMS:
+                chunk_sum[x] += term[x]
+            b += max(whole, 1)
+        for x in TERMS:
+            partial[c, x.row] = chunk_sum[x]
+
+
+# Shares, which `threads` runs: its words, then those of the work.
+
+
+def read_job():
+    number = read_i64(job + 0)
+    tickets = read_i64(job + 8)
+    threads = read_i64(job + 16)
+    each = read_i64(job + 24)
+    count = read_i64(job + 32)
+
+
+def run_pieces():
+    this = number_of(number) if number != 0 else take(tickets)
+    for turn in range(threads):
+        owner = (this + turn) % threads
+        piece = take(tickets + 64 * (1 + owner))
+        while piece < each:
+            k, pieces = owner * each + piece, threads * each
+            piece_function(count * k // pieces, count * (k + 1) // pieces, *PIECE_ARGUMENTS)
+            piece = take(tickets + 64 * (1 + owner))
+
+
+def run_chunks_share(job):
+    read_job()
+    tensors = read_i64(job + 40)
+    hypers = read_i64(job + 48)
+    address = int_table(read_i64(job + 56), tensors, ADDRESS_COLUMNS)
+    geometry = int_table(read_i64(job + 64), tensors, 4)
+    chunks = int_table(read_i64(job + 72), count, 3)
+    hyper = float_list(read_i64(job + 80), hypers)
+    scalars = float_table(read_i64(job + 88), tensors, SCALAR_COLUMNS)
+    if TERMS:
+        partial = float_table(read_i64(job + 96), count, len(TERMS))
+    run_pieces()
+
+
+def words_share(job):
+    """For a function of plain words."""
+    read_job()
+    for w in WORDS:
+        word[w] = read_i64(job + w.offset)
+    run_pieces()
+
+
+# Tensors.
+
+
+def compute_scalars():
+    for x in READS:
+        if x.source == "step":
+            x.value = read_step(address[t, STEP])
+        elif x.source == "numel":
+            x.value = float(geometry[t, 3])
+        elif x.source == "sums":
+            x.value = sums[t, x.column]
+        elif x.source == "scalars":
+            x.value = scalars[t, x.column]
+        else:
+            x.value = hyper[x.column]
+    CALL.gives = CALL.function(*CALL.reads)
+    for x in GIVES:
+        scalars[t, x.column] = x.value
+
+
+@njit(nogil=True, error_model="numpy")
+def begin(address, geometry, hyper, scalars, gscale, live):
+    for t in range(address.shape[0]):
+        count_step(address[t, STEP], live)
+        scalars[t, GSCALE] = gscale
+        compute_scalars()
+
+
+@njit(nogil=True, error_model="numpy")
+def combine(address, geometry, hyper, scalars, sums):
+    for t in range(address.shape[0]):
+        compute_scalars()
+
+
+@njit(nogil=True, error_model="numpy")
+def add_up(chunks, partial, sums):
+    for c in range(chunks.shape[0]):
+        for k in range(sums.shape[1]):
+            sums[chunks[c, 0], k] += partial[c, k]
+
+
+@njit(nogil=True, error_model="numpy")
+def clip(address, scalars, sums, percentile, live):
+    """Percentile clipping: record ||g||^2 and scale a gradient whose norm is above the limit."""
+    last = address.shape[1] - 1
+    sorted_squares = np.empty(HISTORY, np.float32)
+    for t in range(address.shape[0]):
+        square = f32(sums[t, 0])
+        if not (live and math.isfinite(square)):
+            continue
+        at = address[t, last]
+        slot = read_i64(address[t, STEP]) % HISTORY
+        fresh = read_f32(at) < 0.0
+        for k in range(HISTORY):
+            if fresh or k == slot:
+                write_f32(at + 4 * k, square)
+            sorted_squares[k] = read_f32(at + 4 * k)
+        sorted_squares.sort()
+        limit, norm = math.sqrt(sorted_squares[percentile]), math.sqrt(square)
+        if norm > limit:
+            scalars[t, GSCALE] *= limit / norm

@@ -1,0 +1,169 @@
+"""Template of the passes over blocks of `dynamic8`: in place of the Numba engine's own functions.
+
+A block's moments are decoded, but not scaled, into scratch memory. Its new scales are known only
+after its last element, so it is encoded while the next block is updated: an update waits for
+divisions and square roots, encoding does not. The two are interleaved 16 elements at a time: so
+many instructions wait for a division that those after the next one must be work of another kind.
+"""
+
+from __future__ import annotations
+
+from numba import njit
+from numpy import float32 as f32
+
+from ...engines.numba.element import INFINITY, only_finite
+from ...engines.numba.memory import enter, leave, load_f32, read_f32, stack, store_f32, write_f32
+from ...engines.numba.vector import absolute as abs
+from ...engines.numba.vector import (
+    finite,
+    highest,
+    maximum,
+    reach,
+    reach_unsigned,
+    splat,
+    where,
+)
+from .numba import (
+    LEAST,
+    MOST,
+    ONE_DOWN,
+    decode_s,
+    decode_u,
+    encode_s,
+    encode_u,
+    inverse_of,
+    place_s,
+    place_u,
+    put_s_64,
+    put_u_64,
+)
+
+
+def read_block():
+    """Scratch memory holds this block and the one before in turn."""
+    row = scratch + 4 * (start & BLOCK) - 4 * start
+    for m, codes, scales in zip(MOMENTS, ELEMENT_PARTS, BLOCK_PARTS):
+        (decode_s if m.signed else decode_u)(
+            at[codes] + start, row + ROW * m.row + 4 * start, stop - start
+        )
+        scale[m] = read_f32(at[scales] + start // (BLOCK // 4))
+
+
+def load_moments():
+    for m in MOMENTS:
+        m.value = load_f32(row + ROW * m.row + 4 * j) * scale[m]
+
+
+def store_moments():
+    for m in MOMENTS:
+        store_f32(row + ROW * m.row + 4 * j, m.value)
+        top[m] = (reach if m.signed else reach_unsigned)(top[m], m.value)
+
+
+def new_scales():
+    """Store the block's scales, and have what multiplies the moments to encode them."""
+    largest[MOMENTS] = tuple(highest(top[m]) for m in MOMENTS)
+    if all(LEAST < largest[m] < MOST for m in MOMENTS):
+        inverse[MOMENTS] = tuple(ONE_DOWN / largest[m] for m in MOMENTS)
+    else:
+        largest[MOMENTS], inverse[MOMENTS] = mend(row + 4 * start, stop - start, *largest[MOMENTS])
+    for m, scales in zip(MOMENTS, BLOCK_PARTS):
+        write_f32(at[scales] + start // (BLOCK // 4), largest[m])
+
+
+@njit(nogil=True, error_model="numpy", inline="never")
+def mend(row, n, *largest):
+    """What a block with unusual numbers needs: zeroes for what is not finite, other scales."""
+    if not all(largest[m] < INFINITY for m in MOMENTS):
+        for m in MOMENTS:
+            top[m] = splat(f32(0.0))
+        for j in range(0, n, 16):
+            for m in MOMENTS:
+                m.value = load_f32(row + ROW * m.row + 4 * j)
+            ok = every(finite(m.value) for m in MOMENTS)
+            for m in MOMENTS:
+                m.value = where(ok, m.value, splat(f32(0.0)))
+                store_f32(row + ROW * m.row + 4 * j, m.value)
+                top[m] = reach(top[m], m.value)
+        for m in MOMENTS:
+            largest[m] = highest(top[m])
+    for m in MOMENTS:
+        inverse[m] = inverse_of(row + ROW * m.row, largest[m], n)
+    return (*largest[MOMENTS], *inverse[MOMENTS])
+
+
+@njit(nogil=True, error_model="numpy", inline="always")
+def update_block(*ARGUMENTS):
+    for m in MOMENTS:
+        inverse[m] = f32(0.0)
+    row = start = stop = 0
+    for start in range(0, n, BLOCK):
+        stop = min(n, start + BLOCK)
+        read_block()
+        past = scratch + 4 * (~start & BLOCK) - 4 * (start - BLOCK)
+        for m in MOMENTS:
+            top[m] = splat(f32(0.0))
+        if start == 0:
+            for j in range(start, stop, 16):
+                update_elements()
+        else:
+            for i in range(start, stop, 64):
+                for quarter in (0, 1, 2, 3):
+                    j = i + 16 * quarter
+                    update_elements()
+                    for m in MOMENTS:
+                        place[m, quarter] = (place_s if m.signed else place_u)(
+                            load_f32(past + ROW * m.row + 4 * (j - BLOCK)), inverse[m]
+                        )
+                for m, codes in zip(MOMENTS, ELEMENT_PARTS):
+                    (put_s_64 if m.signed else put_u_64)(
+                        *(place[m, quarter] for quarter in (0, 1, 2, 3)), at[codes] + (i - BLOCK)
+                    )
+        new_scales()
+    for m, codes in zip(MOMENTS, ELEMENT_PARTS):
+        (encode_s if m.signed else encode_u)(
+            row + ROW * m.row + 4 * start, inverse[m], at[codes] + start, stop - start
+        )
+
+
+@njit(nogil=True, error_model="numpy")
+def encode_tensor(lo, hi, row, x_at, codes_at, absmax_at):
+    """Blocks lo..hi of a whole tensor, whose scales are stored as they are."""
+    scratch, spare = stack(4 * BLOCK), stack(8 * BLOCK)
+    per_row = (row + (BLOCK - 1)) // BLOCK
+    for b in range(lo, hi):
+        column = b % per_row * BLOCK
+        first = b // per_row * row + column
+        size = min(row - column, BLOCK)
+        n = (size + 63) // 64 * 64
+        x = enter(x_at + 4 * first, spare, size, n, 4, 0)
+        top = splat(f32(0.0))
+        for j in range(0, n, 16):
+            v = only_finite(load_f32(x + 4 * j))
+            top = maximum(top, abs(v))
+            store_f32(scratch + 4 * j, v)
+        largest = highest(top)
+        write_f32(absmax_at + 4 * b, largest)
+        codes = enter(codes_at + first, spare + 4 * BLOCK, size, n, 1, PADS[0])
+        (encode_s if MOMENT.signed else encode_u)(
+            scratch, inverse_of(scratch, largest, n), codes, n
+        )
+        leave(codes_at + first, codes, size, 1)
+
+
+@njit(nogil=True, error_model="numpy")
+def decode_tensor(lo, hi, row, x_at, codes_at, absmax_at):
+    spare = stack(8 * BLOCK)
+    per_row = (row + (BLOCK - 1)) // BLOCK
+    for b in range(lo, hi):
+        column = b % per_row * BLOCK
+        first = b // per_row * row + column
+        size = min(row - column, BLOCK)
+        n = (size + 63) // 64 * 64
+        codes = enter(codes_at + first, spare, size, n, 1, PADS[0])
+        x = x_at + 4 * first if size == n else spare + 4 * BLOCK
+        scale = read_f32(absmax_at + 4 * b)
+        (decode_s if MOMENT.signed else decode_u)(codes, x, n)
+        for j in range(0, n, 16):
+            store_f32(x + 4 * j, load_f32(x + 4 * j) * scale)
+        leave(x_at + 4 * first, x, size, 4)

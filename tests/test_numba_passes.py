@@ -1,0 +1,229 @@
+"""The Numba engine's templates: any format of a block's two functions, moments that stay exact."""
+
+import ast
+import dataclasses
+import sys
+import textwrap
+import types
+
+import numpy as np
+import pytest
+import torch
+
+pytest.importorskip("numba")
+import lowbit_optim
+from lowbit_optim_kernels import formats
+from lowbit_optim_kernels.codegen import specialize
+from lowbit_optim_kernels.codegen.specialize import Item, Variable
+from lowbit_optim_kernels.engines import torch as engine_torch
+from lowbit_optim_kernels.engines.numba import engine as engine_numba
+from lowbit_optim_kernels.engines.numba import memory, source
+from lowbit_optim_kernels.formats.layout import Layout
+from lowbit_optim_kernels.plan import Batch, Slot
+from lowbit_optim_kernels.rules import adam, lamb
+from toy_format import ZERO, Toy
+
+SHAPES = [(64, 147), (3, 300), (257,), (5,), (4096,), (0,)]
+ENGINES = {"numba": engine_numba, "torch": engine_torch}
+
+
+def steps(engine, format, bad=False):
+    """AdamW over the shapes, its state in the format; parameters and state after some steps."""
+    generator = torch.Generator().manual_seed(0)
+    params = [torch.nn.Parameter(torch.randn(s, generator=generator)) for s in SHAPES]
+    optimizer = lowbit_optim.AdamW8bit(params, lr=0.01, min_8bit_size=0)
+    for group in optimizer.param_groups:
+        group["state_format"] = format
+    with lowbit_optim.use_engine(engine):
+        for _ in range(4):
+            for p in params:
+                p.grad = torch.randn(p.shape, generator=generator)
+                if bad and p.numel():
+                    p.grad.view(-1)[p.numel() // 2] = float("nan")
+            optimizer.step()
+    return params, [optimizer.state[p] for p in params]
+
+
+@pytest.mark.parametrize("block", [48, 64, 256])
+def test_a_format_of_two_functions_steps_as_on_torch(monkeypatch, block):
+    monkeypatch.setitem(formats.FORMATS, "toy", Toy(block=block))
+    (got, state), (want, wanted) = (steps(engine, "toy") for engine in ENGINES)
+    for x, y, s, t in zip(got, want, state, wanted, strict=True):
+        torch.testing.assert_close(x, y, rtol=1e-4, atol=1e-3)
+        assert s["scale"].shape == t["scale"].shape == Layout.of(x.shape, block).scales_shape
+        torch.testing.assert_close(s["scale"], t["scale"])
+        for key in ("exp_avg_code", "exp_avg_sq_code"):
+            assert x.numel() == 0 or (s[key].int() - t[key].int()).abs().max() <= 1
+
+
+@pytest.mark.parametrize("block", [64, 256])
+def test_an_element_with_a_bad_number_starts_again_in_all_moments(monkeypatch, block):
+    monkeypatch.setitem(formats.FORMATS, "toy", Toy(block=block))
+    params, states = steps("numba", "toy", bad=True)
+    for p, state in zip(params, states, strict=True):
+        assert state["scale"].isfinite().all()
+        for key in ("exp_avg_code", "exp_avg_sq_code"):
+            if p.numel():
+                assert state[key].view(-1)[p.numel() // 2] == ZERO
+
+
+def test_whole_tensors_of_such_a_format_are_coded_as_on_torch():
+    (unit,) = formats.units(adam.ADAM, Toy(block=64))
+    layout = Layout.of((3, 100), 64)
+    values = [torch.randn(3, 100), torch.rand(3, 100)]
+    coded, numbers = [], []
+    for engine in ENGINES.values():
+        out = [torch.zeros(part.shape((3, 100), 64), dtype=part.dtype) for part in unit.parts]
+        back = [torch.zeros(3, 100) for _ in values]
+        engine.encode(unit, values, layout, out)
+        engine.decode(unit, out, layout, back)
+        coded, numbers = [*coded, out], [*numbers, back]
+    assert all(map(torch.equal, *coded))
+    assert all(map(torch.equal, *numbers))
+
+
+def one_step(engine, rule, format, hyper, shape=(3, 300)):
+    generator = torch.Generator().manual_seed(1)
+    p, g = (torch.randn(shape, generator=generator) for _ in range(2))
+    layout, state = Layout.of(shape, format.block), []
+    for unit in formats.units(rule.moments, format):
+        fills = formats.constant(unit, (0.0,) * len(unit.moments))
+        for part, fill in zip(unit.parts, fills, strict=True):
+            at = part.shape(shape, unit.format.block)
+            state.append(torch.full(at, fill, dtype=part.dtype or torch.float32))
+    count = torch.zeros((), dtype=torch.int64)
+    slot = Slot(p, g, format, tuple(state), count, layout.rows, layout.row, p.numel())
+    batch = Batch(rule, [slot], hyper)
+    for _ in range(3):
+        run = ENGINES[engine].start(batch)
+        run.begin()
+        for phase in range(run.phases):
+            run.combine(phase, run.reduce(phase))
+        run.finish()
+    return [p, *state]
+
+
+@pytest.mark.parametrize("exact", [0, 1])
+@pytest.mark.parametrize("format", [formats.FORMATS["dynamic8"], Toy(), Toy(block=64)])
+@pytest.mark.parametrize(
+    "rule",
+    [adam.adam_rule(False, False, False), lamb.lamb_rule(False, True, False, True, False)],
+    ids=["adam", "lamb"],
+)
+def test_a_moment_that_stays_exact_beside_a_coded_one(rule, format, exact):
+    moments = list(rule.moments)
+    moments[exact] = dataclasses.replace(moments[exact], exact=True)
+    rule_with_exact = dataclasses.replace(rule, moments=tuple(moments))
+    hyper = dict.fromkeys(engine_numba.hyper_names(rule), 0.1)
+    got, want = (one_step(engine, rule_with_exact, format, hyper) for engine in ENGINES)
+    assert [x.dtype for x in got].count(torch.float32) == 3, "p, a moment and a scale"
+    torch.testing.assert_close(got[-1], want[-1], rtol=1e-5, atol=1e-6)  # the exact moment
+    for x, y in zip(got, want, strict=True):
+        if x.dtype == torch.uint8:
+            assert (x.int() - y.int()).abs().max() <= 1
+        else:
+            torch.testing.assert_close(x, y, rtol=1e-4, atol=5e-3)
+
+
+def test_short_blocks_are_filled_up_with_whole_elements():
+    home, spare = np.arange(3, dtype=np.int16), np.zeros(8, dtype=np.int16)
+    memory.enter(home.ctypes.data, spare.ctypes.data, 3, 8, 2, -300)
+    assert spare.tolist() == [0, 1, 2] + 5 * [-300]
+
+
+@pytest.mark.parametrize(("numba", "block"), [("", 256), ("toy_format", 40)])
+def test_a_format_that_cannot_run_is_refused(numba, block):
+    with pytest.raises(NotImplementedError, match="state format 'toy'"):
+        source.element_module(
+            adam.adam_rule(False, False, False), "f32", "f32", Toy(numba=numba, block=block)
+        )
+
+
+# The specializer.
+
+TEMPLATE = """
+    from .memory import load as read, store
+    import math
+
+    def load():
+        m.value = read(row + ROW * m.row) * scale[m]
+
+    def whole(n, *NAMES):
+        "Not written."
+        for m in MOMENTS:
+            load()
+        ok = every(finite(m.value) for m in MOMENTS)
+        if not all(top[m] < 1.0 for m in MOMENTS):
+            top[MOMENTS], low[MOMENTS] = mend(n, *top[MOMENTS])
+        for m, k in zip(MOMENTS, (0, 1)):
+            (f if m.signed else g)(n if n > 0 else ROW // 4, place[m, k])
+        top[MOMENTS] = tuple(math.sqrt(m.value) for m in MOMENTS)
+        pair((*(m.value for m in MOMENTS),))
+        if MOMENTS and ROW == 0:
+            store(0)
+        table[n, ROW] += table[ROW]
+        return (*top[MOMENTS], n)
+
+    def mend(n, *top):
+        return top[MOMENTS]
+"""
+
+
+def specialized(tmp_path, monkeypatch, count, name="whole"):
+    (tmp_path / "made_up.py").write_text(textwrap.dedent(TEMPLATE))
+    package = types.ModuleType("made_up")
+    package.__path__ = [str(tmp_path)]
+    monkeypatch.setitem(sys.modules, "made_up", package)
+    specialize._parsed.cache_clear()
+    writer = specialize.Writer("made_up.made_up")
+    moments = (Item(key="a", row=0, signed=True), Item(key="b", row=1, signed=False))[:count]
+    names = (Variable("x"), Variable("y"))
+    bound = {"MOMENTS": moments, "ROW": 8, "NAMES": names}
+    writer.add(name, **bound, whole=Variable("named"))
+    first = writer.text()
+    again = specialize.Writer("made_up.made_up")
+    again.add(name, **bound, whole=Variable("named"))
+    assert again.text() == first, "the template stays as it was"
+    return first
+
+
+def same(got, want):
+    assert ast.unparse(ast.parse(got)) == ast.unparse(ast.parse(textwrap.dedent(want)))
+
+
+def test_specialized_for_two(tmp_path, monkeypatch):
+    same(specialized(tmp_path, monkeypatch, 2), """
+        from made_up.memory import load as read
+        import math
+
+        def mend(n, top_a, top_b):
+            return (top_a, top_b)
+
+        def named(n, x, y):
+            a = read(row + 0) * scale_a
+            b = read(row + 8) * scale_b
+            ok = finite(a) & finite(b)
+            if not (top_a < 1.0 and top_b < 1.0):
+                top_a, top_b, low_a, low_b = mend(n, top_a, top_b)
+            f(n if n > 0 else 2, place_a_0)
+            g(n if n > 0 else 2, place_b_1)
+            top_a, top_b = math.sqrt(a), math.sqrt(b)
+            pair((a, b))
+            table[n, 8] += table[8]
+            return (top_a, top_b, n)
+    """)  # fmt: skip
+
+
+def test_specialized_for_one(tmp_path, monkeypatch):
+    same(specialized(tmp_path, monkeypatch, 1, "mend"), """
+        def mend(n, top_a):
+            return top_a
+    """)  # fmt: skip
+
+
+def test_what_no_text_says_is_an_error(tmp_path, monkeypatch):
+    (tmp_path / "template_that_fails.py").write_text("def f():\n    return ITEM\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    writer = specialize.Writer("template_that_fails")
+    with pytest.raises(TypeError, match="no text says"):
+        writer.add("f", ITEM=Item(key="a"))
