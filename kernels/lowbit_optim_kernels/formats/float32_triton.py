@@ -7,6 +7,9 @@ import triton
 import triton.language as tl
 
 
+SEPARATE = True
+
+
 @triton.jit
 def decode(moments, scales, tables, SIGNED: tl.constexpr, PTX: tl.constexpr):
     return moments

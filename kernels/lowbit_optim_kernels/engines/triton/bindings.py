@@ -27,7 +27,7 @@ from ...codegen.analysis import (
     reads,
     scalar_functions,
 )
-from ...formats import Format, Unit, constant, units
+from ...formats import Format, Part, Unit, constant, units
 from ...plan import address_columns, state_columns
 from ...rules import Rule, RuleFunction, gradient_square
 from .plan import SCALARS, float_names, number_of
@@ -124,6 +124,17 @@ def tables(rule: Rule, formats: tuple[Format, ...], ptx: bool, device: torch.dev
     """What the per-element kernels take as `tables`."""
     found = [table for _, table in _with_tables(rule, formats, ptx, device)]
     return torch.cat(found) if found else torch.zeros(ALIGNMENT, device=device)
+
+
+def _pieces(unit: Unit) -> list[Unit]:
+    """A unit as its format's functions take it: at once, or a moment at a time."""
+    if not getattr(module_of(unit.format), "SEPARATE", False):
+        return [unit]
+    format = unit.format
+    return [
+        Unit(format, (moment,), (k,), format.parts((moment,)))
+        for k, moment in zip(unit.index, unit.moments, strict=True)
+    ]
 
 
 def module(rule: Rule, formats: Sequence[Format], ptx: bool) -> str:
@@ -250,32 +261,33 @@ class _Writer:
     # Per-element kernels.
 
     def _format(self, format: Format, offsets: dict[Format, int]) -> tuple:
-        """Elements of a block, the units, and where each of the rule's moments is among theirs."""
-        moments = self.rule.moments
-        of_rule, order = units(moments, format), []
+        """Elements of a block, the units, where each moment is among theirs, which are coded."""
+        moments, order, inexact, made = self.rule.moments, [], [], []
         columns = iter(state_columns(moments, format))
-        made = []
-        for unit in of_rule:
-            order += unit.index
-            parts = self._parts(unit, [next(columns) for _ in unit.parts])
-            codec = f"format_{self.used.index(unit.format)}"
-            names = ("decode", "scales", "encode") if parts[1] else ("decode", "decode", "encode")
-            made.append((
-                tuple(f"{codec}.{name}" for name in names),
-                tuple(moment.signed for moment in unit.moments),
-                unit.format.exact, unit.index, *parts, offsets.get(unit.format, 0),
-            ))  # fmt: skip
-        return format.block, made, [order.index(k) for k in range(len(moments))]
+        for unit in units(moments, format):
+            pads = dict(zip(unit.parts, constant(unit, (0.0,) * len(unit.moments)), strict=True))
+            given = {part: (next(columns), pads[part]) for part in unit.parts}
+            inexact += () if unit.format.exact else unit.index
+            for piece in _pieces(unit):
+                order += piece.index
+                made.append(self._unit(piece, given, offsets.get(unit.format, 0)))
+        return format.block, made, [order.index(k) for k in range(len(moments))], inexact
 
-    def _parts(self, unit: Unit, columns: list[int]) -> tuple[list, list]:
-        """Column, dtype and filling of a unit's tensors: of those per element, of the others."""
-        pads = constant(unit, (0.0,) * len(unit.moments))
-        found = []
-        for part, column, pad in zip(unit.parts, columns, pads, strict=True):
+    def _unit(self, unit: Unit, given: dict[Part, tuple[int, float]], offset: int) -> tuple:
+        """A unit's functions, and column, dtype and filling of each of its tensors."""
+        tensors = []
+        for part in unit.parts:
+            column, pad = given[part]
             dtype = part.dtype or torch.float32  # which elements are computed in
             filling = float(pad) if dtype.is_floating_point else int(pad)
-            found.append((column, number_of(dtype), filling))
-        return unit.split(found)
+            tensors.append((column, number_of(dtype), filling))
+        elements, per_block = unit.split(tensors)
+        module = f"format_{self.used.index(unit.format)}"
+        # Without scales there is no function of them to call; another name stands in its place.
+        names = ("decode", "scales" if per_block else "decode", "encode")
+        signed = tuple(moment.signed for moment in unit.moments)
+        functions = tuple(f"{module}.{name}" for name in names)
+        return functions, signed, unit.format.exact, unit.index, elements, per_block, offset
 
     def _formats(self) -> str:
         at, offsets = 0, {}

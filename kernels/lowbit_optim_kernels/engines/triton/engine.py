@@ -169,7 +169,7 @@ class TritonRun:
         sums = torch.empty(shape, dtype=torch.float64, device=self.device)
         with _on(self.device):
             add_up[shape](
-                partial, sums, plan.geometry, TERMS=terms, CHUNK=CHUNK, **OPTIONS,
+                partial, sums, plan.geometry, plan.tiles_of, TERMS=terms, CHUNK=CHUNK, **OPTIONS,
             )  # fmt: skip
         return sums[:, :, 0] if chunks == 1 else sums.sum(2)
 

@@ -4,7 +4,7 @@ A program takes a tile of one tensor, so that one launch covers any number of te
 TILE elements: as many blocks of its tensor's format. Tables on the device:
 
     address   int64 (tensors, ...)   p, g, step, then columns that `plan.state_columns` deals out
-    geometry  int64 (tensors, 6)     row, blocks per row, blocks, tiles, first tile, global numel
+    geometry  int64 (tensors, 5)     row, blocks per row, blocks, first tile, global numel
     hyper     fp64  (...)            hyperparameters
     scalars   fp64  (tensors, ...)   gscale, live, then what the rule's scalar functions give
     floats    fp32  (tensors, ...)   the same, and the hyperparameters that elements need
@@ -40,7 +40,7 @@ P, G = tl.constexpr(P), tl.constexpr(G)  # columns of `address`
 
 TYPES = tl.constexpr(tuple(plan.TYPES.values()))  # a dtype is a number in tuples
 P_TYPE, G_TYPE, FORMAT, WHOLE, ALIGN, PIECE = (tl.constexpr(i) for i in range(6))  # of a kind
-BLOCK, UNITS, ORDER = (tl.constexpr(i) for i in range(3))  # of a format
+BLOCK, UNITS, ORDER, INEXACT = (tl.constexpr(i) for i in range(4))  # of a format
 # Of a unit, of each of its tensors, and of its format's functions.
 CODEC, SIGNED, EXACT, INDEX, ELEMENTS, PER_BLOCK, TABLE = (tl.constexpr(i) for i in range(7))
 COLUMN, TYPE, PAD = (tl.constexpr(i) for i in range(3))
@@ -209,15 +209,20 @@ def read(t, address, floats, tables, base, at, block, inside, mask, RULE: tl.con
 
 
 @triton.jit
-def together_finite(moments):
-    """Moments of which an element with one bad number starts again in all.
+def all_finite(moments):
+    """Where all moments of an element are finite.
 
     One test serves all of them: their sum overflows only next to where one does.
     """
     magnitude = abs(moments[0])
     for k in tl.static_range(1, len(moments)):
         magnitude += abs(moments[k])
-    ok = finite(magnitude)
+    return finite(magnitude)
+
+
+@triton.jit
+def or_zero(moments, ok):
+    """Moments, or 0 in all of them where one is bad: that element starts again."""
     out = ()
     for k in tl.static_range(len(moments)):
         out = out + (tl.where(ok, moments[k], 0.0),)
@@ -226,29 +231,30 @@ def together_finite(moments):
 
 @triton.jit
 def write_moments(moments, element_at, scale_at, tables, inside, mask, FORMAT: tl.constexpr,
-                  KINDS: tl.constexpr, I: tl.constexpr, PTX: tl.constexpr):  # fmt: skip
+                  PTX: tl.constexpr, WHOLE: tl.constexpr):  # fmt: skip
     """Store new moments, given in the rule's order.
 
     All scales come before any code, or predicates live long and are spilled into registers.
     """
+    ok = mask
+    if len(FORMAT[INEXACT]) > 0:
+        ok = all_finite(pick(moments, FORMAT[INEXACT]))
     kept, tops = (), ()
     for i in tl.static_range(len(FORMAT[UNITS])):
-        values = pick(moments, FORMAT[UNITS][i][INDEX])
+        values, scales = pick(moments, FORMAT[UNITS][i][INDEX]), ()
         if not FORMAT[UNITS][i][EXACT]:
-            values = together_finite(values)
-        scales = ()
+            values = or_zero(values, ok)
         if len(FORMAT[UNITS][i][PER_BLOCK]) > 0:
             scales = FORMAT[UNITS][i][CODEC][SCALES](values, FORMAT[UNITS][i][SIGNED])
         for k in tl.static_range(len(FORMAT[UNITS][i][PER_BLOCK])):
-            store(scale_at[i][k], scales[k], inside, KINDS[I][WHOLE])
-        kept = kept + (values,)
-        tops = tops + (scales,)
+            store(scale_at[i][k], scales[k], inside, WHOLE)
+        kept, tops = kept + (values,), tops + (scales,)
     for i in tl.static_range(len(FORMAT[UNITS]) - 1, -1, -1):
         for k in tl.static_range(len(FORMAT[UNITS][i][ELEMENTS]) - 1, -1, -1):
             coded = FORMAT[UNITS][i][CODEC][ENCODE](
                 kept[i], tops[i], tables + FORMAT[UNITS][i][TABLE], k, FORMAT[UNITS][i][SIGNED], PTX
             )
-            store(element_at[i][k], coded, mask, KINDS[I][WHOLE])
+            store(element_at[i][k], coded, mask, WHOLE)
 
 
 @triton.jit
@@ -269,7 +275,7 @@ def update_blocks(
     store(p_at, narrow_to(new, KINDS[I][P_TYPE]), mask, KINDS[I][WHOLE])
     moments = pick(values, WRITES[MOMENTS])
     write_moments(
-        moments, element_at, scale_at, tables, inside, mask, FORMAT, KINDS, I, RULE[PTX]
+        moments, element_at, scale_at, tables, inside, mask, FORMAT, RULE[PTX], KINDS[I][WHOLE]
     )
 
 
@@ -321,9 +327,10 @@ def update(
 @triton.jit
 def terms_of_blocks(
     t, address, geometry, work, floats, tables, piece, RULE: tl.constexpr, TERMS: tl.constexpr,
-    FORMAT: tl.constexpr, KINDS: tl.constexpr, I: tl.constexpr, SCALED: tl.constexpr, NB: tl.constexpr,
+    FORMAT: tl.constexpr, KINDS: tl.constexpr, I: tl.constexpr, SCALED: tl.constexpr,
+    NB: tl.constexpr,
 ):  # fmt: skip
-    """The terms of a sum for each element of NB blocks; 0 beyond the tensor's end."""
+    """The terms of a sum for each element of NB blocks, and where elements are."""
     base, at, block, inside, mask = place(
         t, piece, geometry, work, FORMAT[BLOCK], KINDS[I][WHOLE], KINDS[I][ALIGN], NB
     )
@@ -332,15 +339,28 @@ def terms_of_blocks(
     )
     if RULE[DIRECTION] is not None:
         values = values + call(values, RULE[DIRECTION])
-    given = call(values, TERMS)
+    return call(values, TERMS), mask
+
+
+@triton.jit
+def clean(term, mask, CLEAN: tl.constexpr, WHOLE: tl.constexpr):
+    """What counts of a term: finite numbers, within the tensor."""
+    if CLEAN:
+        term = only_finite(term)
+    if not WHOLE:
+        term = tl.where(mask, term, 0.0)
+    return term
+
+
+@triton.jit
+def put(sums, terms, mask, here, CLEAN: tl.constexpr):
+    """The sums of a tile's pieces, with those of one of them where `here`."""
     out = ()
-    for i in tl.static_range(len(given)):
-        term = given[i]
-        if TERMS[CLEAN]:
-            term = only_finite(term)
-        if not KINDS[I][WHOLE]:
-            term = tl.where(mask, term, 0.0)
-        out = out + (term,)
+    for i in tl.static_range(len(sums)):
+        piece = tl.sum(clean(terms[i], mask, CLEAN, False), 1)
+        if piece.shape[0] > 1:
+            piece = tl.sum(piece, 0)
+        out = out + (tl.where(here, piece, sums[i]),)
     return out
 
 
@@ -349,40 +369,37 @@ def sum_tile(
     t, address, geometry, work, floats, tables, partial, RULE: tl.constexpr, TERMS: tl.constexpr,
     FORMAT: tl.constexpr, KINDS: tl.constexpr, I: tl.constexpr, SCALED: tl.constexpr,
 ):  # fmt: skip
+    """Sum terms over a tile; an unaligned one piece by piece, as its update does."""
     NB: tl.constexpr = TILE // FORMAT[BLOCK]
+    PIECES: tl.constexpr = NB // KINDS[I][PIECE]
     if KINDS[I][ALIGN] == 1:
         sums = ()
         for _ in tl.static_range(TERMS[GIVES]):
-            sums = sums + (tl.zeros([NB // KINDS[I][PIECE]], tl.float32),)
+            sums = sums + (tl.zeros([PIECES], tl.float32),)
         for piece in range(0, NB, KINDS[I][PIECE]):
-            terms = terms_of_blocks(
+            terms, mask = terms_of_blocks(
                 t, address, geometry, work, floats, tables, piece, RULE, TERMS, FORMAT, KINDS, I,
                 SCALED, KINDS[I][PIECE],
             )  # fmt: skip
-            here = tl.arange(0, NB // KINDS[I][PIECE]) == piece // KINDS[I][PIECE]
-            sums = put(sums, terms, here)
-        tile = tl.load(geometry + t * GEOMETRY + FIRST_TILE) + tl.load(work + WORK * tl.program_id(0) + 1) // NB
+            here = tl.arange(0, PIECES) == piece // KINDS[I][PIECE]
+            sums = put(sums, terms, mask, here, TERMS[CLEAN])
+        sums_at = partial_at(t, geometry, work, partial, NB, TERMS[GIVES])
         for i in tl.static_range(TERMS[GIVES]):
-            tl.store(partial + tile * TERMS[GIVES] + i, tl.sum(sums[i], 0))
+            tl.store(sums_at + i, tl.sum(sums[i], 0))
     else:
-        terms = terms_of_blocks(
+        terms, mask = terms_of_blocks(
             t, address, geometry, work, floats, tables, 0, RULE, TERMS, FORMAT, KINDS, I, SCALED, NB
         )
-        tile = tl.load(geometry + t * GEOMETRY + FIRST_TILE) + tl.load(work + WORK * tl.program_id(0) + 1) // NB
+        sums_at = partial_at(t, geometry, work, partial, NB, TERMS[GIVES])
         for i in tl.static_range(TERMS[GIVES]):
-            tl.store(partial + tile * TERMS[GIVES] + i, total(terms[i]))
+            tl.store(sums_at + i, total(clean(terms[i], mask, TERMS[CLEAN], KINDS[I][WHOLE])))
 
 
 @triton.jit
-def put(sums, terms, here):
-    """The sums of a tile's pieces with those of one of them where `here`."""
-    out = ()
-    for i in tl.static_range(len(sums)):
-        piece = tl.sum(terms[i], 1)
-        if piece.shape[0] > 1:
-            piece = tl.sum(piece, 0)
-        out = out + (tl.where(here, piece, sums[i]),)
-    return out
+def partial_at(t, geometry, work, partial, NB: tl.constexpr, TERMS: tl.constexpr):
+    """Where a program's sums go."""
+    first = tl.load(work + WORK * tl.program_id(0) + 1)
+    return partial + (tl.load(geometry + t * GEOMETRY + FIRST_TILE) + first // NB) * TERMS
 
 
 @triton.jit(noinline=True)

@@ -48,7 +48,7 @@ class Plan:
 
     Attributes:
         kinds: of the tiles there are, in one order whatever that of the tensors.
-        most_tiles: of one tensor.
+        tiles, tiles_of, most_tiles: of all tensors, of each one (int64), of the largest.
         constants: what a launch over these kinds is specialized for.
         spare: pinned memory for captures.
     """
@@ -58,6 +58,7 @@ class Plan:
     constants: dict[str, Any]
     work: Tensor
     tiles: int
+    tiles_of: Tensor
     most_tiles: int
     geometry: Tensor
     address: Tensor
@@ -242,7 +243,7 @@ def _make(batch: Batch, key: tuple) -> Plan:
     row, per_row, blocks, tiles, whole, align = shapes.T
     starts = np.cumsum(tiles) - tiles
     numel = np.array([slot.numel for slot in slots], dtype=np.int64)
-    geometry = np.stack([row, per_row, blocks, tiles, starts, numel], axis=1)
+    geometry = np.stack([row, per_row, blocks, starts, numel], axis=1)
     width = SCALARS + len(batch.rule.scalars())
     float_width = SCALARS + len(float_names(batch.rule))
     columns = address_columns(moments)
@@ -257,6 +258,7 @@ def _make(batch: Batch, key: tuple) -> Plan:
         constants=constants(kinds),
         work=torch.from_numpy(work).to(device),
         tiles=int(tiles.sum()),
+        tiles_of=torch.from_numpy(np.ascontiguousarray(tiles)).to(device),
         most_tiles=int(tiles.max()),
         geometry=torch.from_numpy(geometry).to(device),
         address=zeros(len(slots), columns, dtype=torch.int64),

@@ -13,7 +13,7 @@ from ...plan import GNORM_HISTORY, STEP
 from . import plan
 
 LANES, STEP, HISTORY = (tl.constexpr(x) for x in (plan.LANES, STEP, GNORM_HISTORY))
-ROW, PER_ROW, BLOCKS, TILES, FIRST_TILE, NUMEL, GEOMETRY = (tl.constexpr(i) for i in range(7))
+ROW, PER_ROW, BLOCKS, FIRST_TILE, NUMEL, GEOMETRY = (tl.constexpr(i) for i in range(6))
 GSCALE, LIVE = tl.constexpr(plan.GSCALE), tl.constexpr(plan.LIVE)
 # Where a value is that a scalar function reads.
 OF_STEP, OF_NUMEL, OF_SCALARS, OF_HYPER, OF_SUMS = (tl.constexpr(i) for i in range(5))
@@ -111,15 +111,17 @@ def combine(
 
 
 @triton.jit
-def add_up(partial, sums, geometry, TERMS: tl.constexpr, CHUNK: tl.constexpr):
-    """sums[t, k, c] (fp64) = chunk c of tensor t's partial[:, k] (fp32), always in one order."""
+def add_up(partial, sums, geometry, tiles, TERMS: tl.constexpr, CHUNK: tl.constexpr):
+    """sums[t, k, c] (fp64) = chunk c of tensor t's partial[:, k] (fp32), always in one order.
+
+    tiles: int64 (tensors,), how many each tensor has.
+    """
     t = tl.program_id(0).to(tl.int64)
     k = tl.program_id(1)
     c = tl.program_id(2)
-    tiles = tl.load(geometry + t * GEOMETRY + TILES)
     first = tl.load(geometry + t * GEOMETRY + FIRST_TILE)
     at = c * CHUNK + tl.arange(0, CHUNK)
-    part = tl.load(partial + (first + at) * TERMS + k, mask=at < tiles, other=0.0)
+    part = tl.load(partial + (first + at) * TERMS + k, mask=at < tl.load(tiles + t), other=0.0)
     at_sum = sums + (t * TERMS + k) * tl.num_programs(2) + c
     tl.store(at_sum, tl.sum(part.to(tl.float64), 0))
 

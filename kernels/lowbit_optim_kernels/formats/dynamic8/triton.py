@@ -143,31 +143,28 @@ def encode_codes(x, top, tables, SIGNED: tl.constexpr, PTX: tl.constexpr):
         return _encode_unsigned(x, top, tables, PTX)
 
 
-# What the engine calls, with all moments of a unit at once.
+# What the engine calls. Moments are coded one by one, so it hands over one at a time: the second
+# one's codes are loaded when the first is decoded, which takes fewer registers.
+
+SEPARATE = True
 
 
 @triton.jit
 def decode(codes, scales, tables, SIGNED: tl.constexpr, PTX: tl.constexpr):
-    """Tiles of the moments, fp32."""
-    moments = ()
-    for k in tl.static_range(len(SIGNED)):
-        moments = moments + (decode_codes(codes[k], tables, SIGNED[k]) * scales[k][:, None],)
-    return moments
+    """The tile of the moment, fp32."""
+    return (decode_codes(codes[0], tables, SIGNED[0]) * scales[0][:, None],)
 
 
 @triton.jit
 def scales(moments, SIGNED: tl.constexpr):
-    """The scales of finite moments, one a block."""
-    tops = ()
-    for k in tl.static_range(len(SIGNED)):
-        tops = tops + (absmax(moments[k], SIGNED[k]),)
-    return tops
+    """The scales of a finite moment, one a block."""
+    return (absmax(moments[0], SIGNED[0]),)
 
 
 @triton.jit
 def encode(moments, scales, tables, K: tl.constexpr, SIGNED: tl.constexpr, PTX: tl.constexpr):
-    """The codes of moment K."""
-    return encode_codes(moments[K], scales[K], tables, SIGNED[K], PTX)
+    """The codes of the moment."""
+    return encode_codes(moments[0], scales[0], tables, SIGNED[0], PTX)
 
 
 def table(ptx: bool, device: torch.device) -> Tensor:
