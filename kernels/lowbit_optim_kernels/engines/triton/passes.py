@@ -353,14 +353,23 @@ def clean(term, mask, CLEAN: tl.constexpr, WHOLE: tl.constexpr):
 
 
 @triton.jit
-def put(sums, terms, mask, here, CLEAN: tl.constexpr):
+def sums_of_blocks(terms, mask, CLEAN: tl.constexpr):
+    """The sums of some blocks: of a single one in a tensor of size 1."""
+    cleaned, out = (), ()
+    for i in tl.static_range(len(terms)):
+        cleaned = cleaned + (clean(terms[i], mask, CLEAN, False),)
+    for i in tl.static_range(len(terms)):
+        by_block = tl.sum(cleaned[i], 1)
+        out = out + (by_block if by_block.shape[0] == 1 else tl.sum(by_block, 0),)
+    return out
+
+
+@triton.jit
+def put(sums, of_piece, here):
     """The sums of a tile's pieces, with those of one of them where `here`."""
     out = ()
     for i in tl.static_range(len(sums)):
-        piece = tl.sum(clean(terms[i], mask, CLEAN, False), 1)
-        if piece.shape[0] > 1:
-            piece = tl.sum(piece, 0)
-        out = out + (tl.where(here, piece, sums[i]),)
+        out = out + (tl.where(here, of_piece[i], sums[i]),)
     return out
 
 
@@ -381,8 +390,8 @@ def sum_tile(
                 t, address, geometry, work, floats, tables, piece, RULE, TERMS, FORMAT, KINDS, I,
                 SCALED, KINDS[I][PIECE],
             )  # fmt: skip
-            here = tl.arange(0, PIECES) == piece // KINDS[I][PIECE]
-            sums = put(sums, terms, mask, here, TERMS[CLEAN])
+            of_piece = sums_of_blocks(terms, mask, TERMS[CLEAN])
+            sums = put(sums, of_piece, tl.arange(0, PIECES) == piece // KINDS[I][PIECE])
         sums_at = partial_at(t, geometry, work, partial, NB, TERMS[GIVES])
         for i in tl.static_range(TERMS[GIVES]):
             tl.store(sums_at + i, tl.sum(sums[i], 0))
@@ -398,8 +407,9 @@ def sum_tile(
 @triton.jit
 def partial_at(t, geometry, work, partial, NB: tl.constexpr, TERMS: tl.constexpr):
     """Where a program's sums go."""
-    first = tl.load(work + WORK * tl.program_id(0) + 1)
-    return partial + (tl.load(geometry + t * GEOMETRY + FIRST_TILE) + first // NB) * TERMS
+    tile = tl.load(geometry + t * GEOMETRY + FIRST_TILE)
+    tile += tl.load(work + WORK * tl.program_id(0) + 1) // NB
+    return partial + tile * TERMS
 
 
 @triton.jit(noinline=True)

@@ -152,7 +152,8 @@ SEPARATE = True
 @triton.jit
 def decode(codes, scales, tables, SIGNED: tl.constexpr, PTX: tl.constexpr):
     """The tile of the moment, fp32."""
-    return (decode_codes(codes[0], tables, SIGNED[0]) * scales[0][:, None],)
+    scale = scales[0][:, None]
+    return (decode_codes(codes[0], tables, SIGNED[0]) * scale,)
 
 
 @triton.jit
