@@ -48,7 +48,6 @@ DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 WARPS = engine_triton.OPTIONS["num_warps"]
 
 
-
 @dataclass(frozen=True)
 class Chip:
     """A GPU's peak rates, from its vendor's data sheet.

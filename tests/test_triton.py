@@ -158,9 +158,7 @@ class Launches:
 def launches(monkeypatch):
     """How often each kernel was launched so far."""
     counts, original = Counter(), engine_triton.kernels
-    monkeypatch.setattr(
-        engine_triton, "kernels", lambda *given: Launches(original(*given), counts)
-    )
+    monkeypatch.setattr(engine_triton, "kernels", lambda *given: Launches(original(*given), counts))
     return counts
 
 

@@ -6,7 +6,6 @@ import torch
 import triton
 import triton.language as tl
 
-
 SEPARATE = True
 
 

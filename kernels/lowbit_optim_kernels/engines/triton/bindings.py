@@ -262,8 +262,10 @@ class _Writer:
 
     def _format(self, format: Format, offsets: dict[Format, int]) -> tuple:
         """Elements of a block, the units, where each moment is among theirs, which are coded."""
-        moments, order, inexact, made = self.rule.moments, [], [], []
-        columns = iter(state_columns(moments, format))
+        moments, columns = self.rule.moments, iter(state_columns(self.rule.moments, format))
+        order: list[int] = []
+        inexact: list[int] = []
+        made = []
         for unit in units(moments, format):
             pads = dict(zip(unit.parts, constant(unit, (0.0,) * len(unit.moments)), strict=True))
             given = {part: (next(columns), pads[part]) for part in unit.parts}

@@ -32,32 +32,31 @@ import triton.language as tl
 
 from ...plan import G, P
 from . import plan
-from .primitives import abs, finite, narrow, only_finite, total, widen
-from .scalars import BLOCKS, FIRST_TILE, GEOMETRY, GSCALE, LIVE, PER_ROW, ROW
+from .moments import (
+    ALIGN,
+    BLOCK,
+    FORMAT,
+    G_TYPE,
+    ORDER,
+    P_TYPE,
+    PIECE,
+    UNITS,
+    WHOLE,
+    pick,
+    read_unit,
+    write_moments,
+)
+from .primitives import only_finite, total, widen
+from .scalars import FIRST_TILE, GEOMETRY, GSCALE, LIVE
+from .tiles import WORK, load, narrow_to, operand, place, store
 
-NUMBER, TILE, WORK = (tl.constexpr(x) for x in (plan.NUMBER, plan.TILE, plan.WORK))
+NUMBER, TILE = tl.constexpr(plan.NUMBER), tl.constexpr(plan.TILE)
 P, G = tl.constexpr(P), tl.constexpr(G)  # columns of `address`
 
-TYPES = tl.constexpr(tuple(plan.TYPES.values()))  # a dtype is a number in tuples
-P_TYPE, G_TYPE, FORMAT, WHOLE, ALIGN, PIECE = (tl.constexpr(i) for i in range(6))  # of a kind
-BLOCK, UNITS, ORDER, INEXACT = (tl.constexpr(i) for i in range(4))  # of a format
-# Of a unit, of each of its tensors, and of its format's functions.
-CODEC, SIGNED, EXACT, INDEX, ELEMENTS, PER_BLOCK, TABLE = (tl.constexpr(i) for i in range(7))
-COLUMN, TYPE, PAD = (tl.constexpr(i) for i in range(3))
-DECODE, SCALES, ENCODE = (tl.constexpr(i) for i in range(3))
 # Of a rule in one pass, and of one of its functions.
 STRIDE, WIDTH, SCALARS, LOADS, DIRECTION, PTX = (tl.constexpr(i) for i in range(6))
 FUNCTION, READS, GIVES, CLEAN = (tl.constexpr(i) for i in range(4))
 U, SHRINK, RATE, MOMENTS = (tl.constexpr(i) for i in range(4))  # of what the update writes
-
-
-@triton.jit
-def pick(values, INDICES: tl.constexpr):
-    """The values of these indices, as a tuple."""
-    out = ()
-    for i in tl.static_range(len(INDICES)):
-        out = out + (values[INDICES[i]],)
-    return out
 
 
 @triton.jit
@@ -68,22 +67,6 @@ def call(values, CALL: tl.constexpr):
         return (given,)
     else:  # noqa: RET505 (Triton takes a second return only in the other branch)
         return given
-
-
-@triton.jit
-def load(at, mask, PAD: tl.constexpr, WHOLE: tl.constexpr):
-    if WHOLE:
-        return tl.load(at)
-    else:  # noqa: RET505
-        return tl.load(at, mask=mask, other=PAD)
-
-
-@triton.jit
-def store(at, x, mask, WHOLE: tl.constexpr):
-    if WHOLE:
-        tl.store(at, x)
-    else:
-        tl.store(at, x, mask=mask)
 
 
 @triton.jit
@@ -103,77 +86,9 @@ def skipped(t, floats, WIDTH: tl.constexpr):
 
 
 @triton.jit
-def place(t, piece, geometry, work, BLOCK: tl.constexpr, WHOLE: tl.constexpr,
-          ALIGN: tl.constexpr, NB: tl.constexpr):  # fmt: skip
-    """Where the NB blocks of a tile from `piece` on are: offsets, block numbers, masks.
-
-    The offsets start from a multiple of 16 if each block's are.
-    """
-    program = tl.program_id(0)
-    first = tl.load(work + WORK * program + 1)
-    tile = tl.arange(0, NB) + piece
-    lane = tl.arange(0, BLOCK)
-    if WHOLE:
-        base = tl.multiple_of(first.to(tl.int64) * BLOCK, 16)
-        at = tile[:, None] * BLOCK + lane[None, :]
-        inside, mask = tile, at  # not needed
-    else:
-        line = tl.load(work + WORK * program + 2).to(tl.int64)
-        left = tl.load(work + WORK * program + 3)
-        row = tl.load(geometry + t * GEOMETRY + ROW)
-        per_row = tl.load(geometry + t * GEOMETRY + PER_ROW).to(tl.uint32)
-        inside = tile < tl.load(geometry + t * GEOMETRY + BLOCKS) - first
-        down = ((left + tile).to(tl.uint32) // per_row).to(tl.int32)
-        column = left + tile - down * per_row.to(tl.int32)
-        start = down * row.to(tl.int32) + (column - left) * BLOCK  # blocks of a tile are neighbours
-        size = tl.minimum(row - column.to(tl.int64) * BLOCK, BLOCK).to(tl.int32)
-        size = tl.multiple_of(tl.where(inside, size, 0), ALIGN)
-        base = tl.multiple_of(line * row + left.to(tl.int64) * BLOCK, ALIGN)
-        at = tl.multiple_of(start, ALIGN)[:, None] + lane[None, :]
-        mask = lane[None, :] < size[:, None]
-    return base, at, first + tile, inside, mask
-
-
-@triton.jit
-def pointer(row_at, COLUMN: tl.constexpr, TYPE: tl.constexpr):
-    return tl.load(row_at + COLUMN).to(tl.pointer_type(TYPES[TYPE]))
-
-
-@triton.jit
-def narrow_to(x, TYPE: tl.constexpr):
-    return narrow(x, TYPES[TYPE])
-
-
-@triton.jit
-def operand(row_at, base, at, COLUMN: tl.constexpr, TYPE: tl.constexpr, ALIGN: tl.constexpr):
-    """Addresses of a tile's elements in one tensor."""
-    # Here and not by a function: a hint for what a call gives is lost when the call is inlined.
-    first = tl.load(row_at + COLUMN).to(tl.pointer_type(TYPES[TYPE]))
-    return tl.multiple_of(first, ALIGN) + base + at
-
-
-@triton.jit
-def read_unit(row_at, tables, base, at, block, inside, mask,
-              UNIT: tl.constexpr, KINDS: tl.constexpr, I: tl.constexpr, PTX: tl.constexpr):  # fmt: skip
-    """The moments of a unit, and the addresses of its tensors, per element and per block."""
-    elements, scales, element_at, scale_at = (), (), (), ()
-    for k in tl.static_range(len(UNIT[ELEMENTS])):
-        here = operand(
-            row_at, base, at, UNIT[ELEMENTS][k][COLUMN], UNIT[ELEMENTS][k][TYPE], KINDS[I][ALIGN]
-        )
-        element_at = element_at + (here,)
-        elements = elements + (load(here, mask, UNIT[ELEMENTS][k][PAD], KINDS[I][WHOLE]),)
-    for k in tl.static_range(len(UNIT[PER_BLOCK])):
-        here = pointer(row_at, UNIT[PER_BLOCK][k][COLUMN], UNIT[PER_BLOCK][k][TYPE]) + block
-        scale_at = scale_at + (here,)
-        scales = scales + (load(here, inside, UNIT[PER_BLOCK][k][PAD], KINDS[I][WHOLE]),)
-    moments = UNIT[CODEC][DECODE](elements, scales, tables + UNIT[TABLE], UNIT[SIGNED], PTX)
-    return moments, element_at, scale_at
-
-
-@triton.jit
 def read(t, address, floats, tables, base, at, block, inside, mask, RULE: tl.constexpr,
-         FORMAT: tl.constexpr, KINDS: tl.constexpr, I: tl.constexpr, SCALED: tl.constexpr):  # fmt: skip
+         FORMAT: tl.constexpr, KINDS: tl.constexpr, KIND: tl.constexpr,
+         SCALED: tl.constexpr):  # fmt: skip
     """What the rule's functions may read: scalars, p, g, and moments in the rule's order.
 
     And the addresses of p and of the tensors of each unit.
@@ -188,18 +103,28 @@ def read(t, address, floats, tables, base, at, block, inside, mask, RULE: tl.con
             values = values + (tl.full((), RULE[SCALARS][i][1], tl.float32),)
     p_at, p, g = at, at, at
     if RULE[LOADS][0]:
-        p_at = operand(row_at, base, at, P, KINDS[I][P_TYPE], KINDS[I][ALIGN])
-        p = widen(load(p_at, mask, 0, KINDS[I][WHOLE]), RULE[PTX])
+        p_at = operand(row_at, base, at, P, KINDS[KIND][P_TYPE], KINDS[KIND][ALIGN])
+        p = widen(load(p_at, mask, 0, KINDS[KIND][WHOLE]), RULE[PTX])
     if RULE[LOADS][1]:
-        g_at = operand(row_at, base, at, G, KINDS[I][G_TYPE], KINDS[I][ALIGN])
-        g = widen(load(g_at, mask, 0, KINDS[I][WHOLE]), RULE[PTX])
+        g_at = operand(row_at, base, at, G, KINDS[KIND][G_TYPE], KINDS[KIND][ALIGN])
+        g = widen(load(g_at, mask, 0, KINDS[KIND][WHOLE]), RULE[PTX])
         if SCALED:
             g *= tl.load(row_of + GSCALE)
     moments, element_at, scale_at = (), (), ()
     if RULE[LOADS][2]:
         for i in tl.static_range(len(FORMAT[UNITS])):
             decoded, elements, scales = read_unit(
-                row_at, tables, base, at, block, inside, mask, FORMAT[UNITS][i], KINDS, I, RULE[PTX]
+                row_at,
+                tables,
+                base,
+                at,
+                block,
+                inside,
+                mask,
+                FORMAT[UNITS][i],
+                KINDS,
+                KIND,
+                RULE[PTX],
             )
             moments = moments + decoded
             element_at = element_at + (elements,)
@@ -209,95 +134,48 @@ def read(t, address, floats, tables, base, at, block, inside, mask, RULE: tl.con
 
 
 @triton.jit
-def all_finite(moments):
-    """Where all moments of an element are finite.
-
-    One test serves all of them: their sum overflows only next to where one does.
-    """
-    magnitude = abs(moments[0])
-    for k in tl.static_range(1, len(moments)):
-        magnitude += abs(moments[k])
-    return finite(magnitude)
-
-
-@triton.jit
-def or_zero(moments, ok):
-    """Moments, or 0 in all of them where one is bad: that element starts again."""
-    out = ()
-    for k in tl.static_range(len(moments)):
-        out = out + (tl.where(ok, moments[k], 0.0),)
-    return out
-
-
-@triton.jit
-def write_moments(moments, element_at, scale_at, tables, inside, mask, FORMAT: tl.constexpr,
-                  PTX: tl.constexpr, WHOLE: tl.constexpr):  # fmt: skip
-    """Store new moments, given in the rule's order.
-
-    All scales come before any code, or predicates live long and are spilled into registers.
-    """
-    ok = mask
-    if len(FORMAT[INEXACT]) > 0:
-        ok = all_finite(pick(moments, FORMAT[INEXACT]))
-    kept, tops = (), ()
-    for i in tl.static_range(len(FORMAT[UNITS])):
-        values, scales = pick(moments, FORMAT[UNITS][i][INDEX]), ()
-        if not FORMAT[UNITS][i][EXACT]:
-            values = or_zero(values, ok)
-        if len(FORMAT[UNITS][i][PER_BLOCK]) > 0:
-            scales = FORMAT[UNITS][i][CODEC][SCALES](values, FORMAT[UNITS][i][SIGNED])
-        for k in tl.static_range(len(FORMAT[UNITS][i][PER_BLOCK])):
-            store(scale_at[i][k], scales[k], inside, WHOLE)
-        kept, tops = kept + (values,), tops + (scales,)
-    for i in tl.static_range(len(FORMAT[UNITS]) - 1, -1, -1):
-        for k in tl.static_range(len(FORMAT[UNITS][i][ELEMENTS]) - 1, -1, -1):
-            coded = FORMAT[UNITS][i][CODEC][ENCODE](
-                kept[i], tops[i], tables + FORMAT[UNITS][i][TABLE], k, FORMAT[UNITS][i][SIGNED], PTX
-            )
-            store(element_at[i][k], coded, mask, WHOLE)
-
-
-@triton.jit
 def update_blocks(
     t, address, geometry, work, floats, tables, piece, RULE: tl.constexpr, WRITES: tl.constexpr,
-    FORMAT: tl.constexpr, KINDS: tl.constexpr, I: tl.constexpr, SCALED: tl.constexpr, NB: tl.constexpr,
+    FORMAT: tl.constexpr, KINDS: tl.constexpr, KIND: tl.constexpr, SCALED: tl.constexpr,
+    NB: tl.constexpr,
 ):  # fmt: skip
     """Write parameters and moments of NB blocks of a tile."""
     base, at, block, inside, mask = place(
-        t, piece, geometry, work, FORMAT[BLOCK], KINDS[I][WHOLE], KINDS[I][ALIGN], NB
+        t, piece, geometry, work, FORMAT[BLOCK], KINDS[KIND][WHOLE], KINDS[KIND][ALIGN], NB
     )
     values, p_at, element_at, scale_at = read(
-        t, address, floats, tables, base, at, block, inside, mask, RULE, FORMAT, KINDS, I, SCALED
+        t, address, floats, tables, base, at, block, inside, mask, RULE, FORMAT, KINDS, KIND, SCALED
     )
     p = values[len(RULE[SCALARS])]
     values = values + call(values, RULE[DIRECTION])
     new = values[WRITES[SHRINK]] * p - values[WRITES[RATE]] * values[WRITES[U]]
-    store(p_at, narrow_to(new, KINDS[I][P_TYPE]), mask, KINDS[I][WHOLE])
+    store(p_at, narrow_to(new, KINDS[KIND][P_TYPE]), mask, KINDS[KIND][WHOLE])
     moments = pick(values, WRITES[MOMENTS])
     write_moments(
-        moments, element_at, scale_at, tables, inside, mask, FORMAT, RULE[PTX], KINDS[I][WHOLE]
+        moments, element_at, scale_at, tables, inside, mask, FORMAT, RULE[PTX], KINDS[KIND][WHOLE]
     )
 
 
 @triton.jit
 def update_tile(
     t, address, geometry, work, floats, tables, RULE: tl.constexpr, WRITES: tl.constexpr,
-    FORMAT: tl.constexpr, KINDS: tl.constexpr, I: tl.constexpr, SCALED: tl.constexpr,
+    FORMAT: tl.constexpr, KINDS: tl.constexpr, KIND: tl.constexpr, SCALED: tl.constexpr,
 ):  # fmt: skip
-    for piece in range(0, TILE // FORMAT[BLOCK], KINDS[I][PIECE]):
+    for piece in range(0, TILE // FORMAT[BLOCK], KINDS[KIND][PIECE]):
         update_blocks(
-            t, address, geometry, work, floats, tables, piece, RULE, WRITES, FORMAT, KINDS, I, SCALED,
-            KINDS[I][PIECE],
+            t, address, geometry, work, floats, tables, piece, RULE, WRITES, FORMAT, KINDS, KIND,
+            SCALED,
+            KINDS[KIND][PIECE],
         )  # fmt: skip
 
 
 @triton.jit(noinline=True)
 def called_update_tile(
     t, address, geometry, work, floats, tables, RULE: tl.constexpr, WRITES: tl.constexpr,
-    FORMAT: tl.constexpr, KINDS: tl.constexpr, I: tl.constexpr, SCALED: tl.constexpr,
+    FORMAT: tl.constexpr, KINDS: tl.constexpr, KIND: tl.constexpr, SCALED: tl.constexpr,
 ):  # fmt: skip
     update_tile(
-        t, address, geometry, work, floats, tables, RULE, WRITES, FORMAT, KINDS, I, SCALED
+        t, address, geometry, work, floats, tables, RULE, WRITES, FORMAT, KINDS, KIND, SCALED
     )
 
 
@@ -327,15 +205,15 @@ def update(
 @triton.jit
 def terms_of_blocks(
     t, address, geometry, work, floats, tables, piece, RULE: tl.constexpr, TERMS: tl.constexpr,
-    FORMAT: tl.constexpr, KINDS: tl.constexpr, I: tl.constexpr, SCALED: tl.constexpr,
+    FORMAT: tl.constexpr, KINDS: tl.constexpr, KIND: tl.constexpr, SCALED: tl.constexpr,
     NB: tl.constexpr,
 ):  # fmt: skip
     """The terms of a sum for each element of NB blocks, and where elements are."""
     base, at, block, inside, mask = place(
-        t, piece, geometry, work, FORMAT[BLOCK], KINDS[I][WHOLE], KINDS[I][ALIGN], NB
+        t, piece, geometry, work, FORMAT[BLOCK], KINDS[KIND][WHOLE], KINDS[KIND][ALIGN], NB
     )
     values, _p_at, _element_at, _scale_at = read(
-        t, address, floats, tables, base, at, block, inside, mask, RULE, FORMAT, KINDS, I, SCALED
+        t, address, floats, tables, base, at, block, inside, mask, RULE, FORMAT, KINDS, KIND, SCALED
     )
     if RULE[DIRECTION] is not None:
         values = values + call(values, RULE[DIRECTION])
@@ -376,32 +254,45 @@ def put(sums, of_piece, here):
 @triton.jit
 def sum_tile(
     t, address, geometry, work, floats, tables, partial, RULE: tl.constexpr, TERMS: tl.constexpr,
-    FORMAT: tl.constexpr, KINDS: tl.constexpr, I: tl.constexpr, SCALED: tl.constexpr,
+    FORMAT: tl.constexpr, KINDS: tl.constexpr, KIND: tl.constexpr, SCALED: tl.constexpr,
 ):  # fmt: skip
     """Sum terms over a tile; an unaligned one piece by piece, as its update does."""
     NB: tl.constexpr = TILE // FORMAT[BLOCK]
-    PIECES: tl.constexpr = NB // KINDS[I][PIECE]
-    if KINDS[I][ALIGN] == 1:
+    PIECES: tl.constexpr = NB // KINDS[KIND][PIECE]
+    if KINDS[KIND][ALIGN] == 1:
         sums = ()
         for _ in tl.static_range(TERMS[GIVES]):
             sums = sums + (tl.zeros([PIECES], tl.float32),)
-        for piece in range(0, NB, KINDS[I][PIECE]):
+        for piece in range(0, NB, KINDS[KIND][PIECE]):
             terms, mask = terms_of_blocks(
-                t, address, geometry, work, floats, tables, piece, RULE, TERMS, FORMAT, KINDS, I,
-                SCALED, KINDS[I][PIECE],
+                t, address, geometry, work, floats, tables, piece, RULE, TERMS, FORMAT, KINDS, KIND,
+                SCALED, KINDS[KIND][PIECE],
             )  # fmt: skip
             of_piece = sums_of_blocks(terms, mask, TERMS[CLEAN])
-            sums = put(sums, of_piece, tl.arange(0, PIECES) == piece // KINDS[I][PIECE])
+            sums = put(sums, of_piece, tl.arange(0, PIECES) == piece // KINDS[KIND][PIECE])
         sums_at = partial_at(t, geometry, work, partial, NB, TERMS[GIVES])
         for i in tl.static_range(TERMS[GIVES]):
             tl.store(sums_at + i, tl.sum(sums[i], 0))
     else:
         terms, mask = terms_of_blocks(
-            t, address, geometry, work, floats, tables, 0, RULE, TERMS, FORMAT, KINDS, I, SCALED, NB
+            t,
+            address,
+            geometry,
+            work,
+            floats,
+            tables,
+            0,
+            RULE,
+            TERMS,
+            FORMAT,
+            KINDS,
+            KIND,
+            SCALED,
+            NB,
         )
         sums_at = partial_at(t, geometry, work, partial, NB, TERMS[GIVES])
         for i in tl.static_range(TERMS[GIVES]):
-            tl.store(sums_at + i, total(clean(terms[i], mask, TERMS[CLEAN], KINDS[I][WHOLE])))
+            tl.store(sums_at + i, total(clean(terms[i], mask, TERMS[CLEAN], KINDS[KIND][WHOLE])))
 
 
 @triton.jit
@@ -415,10 +306,22 @@ def partial_at(t, geometry, work, partial, NB: tl.constexpr, TERMS: tl.constexpr
 @triton.jit(noinline=True)
 def called_sum_tile(
     t, address, geometry, work, floats, tables, partial, RULE: tl.constexpr, TERMS: tl.constexpr,
-    FORMAT: tl.constexpr, KINDS: tl.constexpr, I: tl.constexpr, SCALED: tl.constexpr,
+    FORMAT: tl.constexpr, KINDS: tl.constexpr, KIND: tl.constexpr, SCALED: tl.constexpr,
 ):  # fmt: skip
     sum_tile(
-        t, address, geometry, work, floats, tables, partial, RULE, TERMS, FORMAT, KINDS, I, SCALED
+        t,
+        address,
+        geometry,
+        work,
+        floats,
+        tables,
+        partial,
+        RULE,
+        TERMS,
+        FORMAT,
+        KINDS,
+        KIND,
+        SCALED,
     )
 
 
