@@ -311,8 +311,8 @@ class _Writer:
         wanted = {read for fn in functions for read in reads(fn)}
         loads = writes or "p" in wanted, "g" in wanted, writes or bool(wanted & set(self.keys))
         direction = self.rule.direction if self.rule.direction in functions else None
-        called = self._call(direction, names) if direction else "None"
-        columns = [(self._float(name), literals.get(name)) for name in scalars]
+        called = self._call(direction, names) if direction else "()"
+        columns = [(self._float(x), x in literals, literals.get(x, 0.0)) for x in scalars]
         rule = (self.stride, self.widths[1], columns, loads, called, self.ptx)
         return _tuple(rule), names + list(direction.gives if direction else ())
 

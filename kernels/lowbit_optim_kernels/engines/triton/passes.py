@@ -21,8 +21,8 @@ has alone. So a tensor's bits do not depend on its neighbours.
 
 `bindings` writes the kernels, each a call of a function here with constants: a RULE and the FORMATS
 are tuples, and what stands where in them is named below. A function of a rule or of a format is
-such a constant too. (Triton 3.7 loses the names of a NamedTuple; a tuple that a function gives back
-cannot hold None, so that what is not needed is any tensor.)
+such a constant too. (Triton 3.7 loses the names of a NamedTuple, and no tuple can hold None: what
+is not needed is any tensor.)
 """
 
 from __future__ import annotations
@@ -97,10 +97,10 @@ def read(t, address, floats, tables, base, at, block, inside, mask, RULE: tl.con
     row_of = floats + t * RULE[WIDTH]
     values = ()
     for i in tl.static_range(len(RULE[SCALARS])):
-        if RULE[SCALARS][i][1] is None:
+        if RULE[SCALARS][i][1]:  # the compiler drops a multiplication by 1
+            values = values + (tl.full((), RULE[SCALARS][i][2], tl.float32),)
+        else:
             values = values + (tl.load(row_of + RULE[SCALARS][i][0]),)
-        else:  # the compiler drops a multiplication by 1
-            values = values + (tl.full((), RULE[SCALARS][i][1], tl.float32),)
     p_at, p, g = at, at, at
     if RULE[LOADS][0]:
         p_at = operand(row_at, base, at, P, KINDS[KIND][P_TYPE], KINDS[KIND][ALIGN])
@@ -215,7 +215,7 @@ def terms_of_blocks(
     values, _p_at, _element_at, _scale_at = read(
         t, address, floats, tables, base, at, block, inside, mask, RULE, FORMAT, KINDS, KIND, SCALED
     )
-    if RULE[DIRECTION] is not None:
+    if len(RULE[DIRECTION]) > 0:
         values = values + call(values, RULE[DIRECTION])
     return call(values, TERMS), mask
 
