@@ -22,7 +22,9 @@ from rich.table import Table
 
 import lowbit_optim
 from benchmarks import machine_code, report, traffic
+from lowbit_optim_kernels import formats
 from lowbit_optim_kernels.engines.triton import engine as engine_triton
+from lowbit_optim_kernels.engines.triton.plan import TILE
 from lowbit_optim_kernels.rules import Rule
 
 LOCAL_RESULTS = Path(__file__).resolve().parent / "results" / "local"
@@ -45,7 +47,6 @@ OPTIMIZERS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 WARPS = engine_triton.OPTIONS["num_warps"]
-TILE = 256 * engine_triton.TILE  # elements of a program
 
 
 @dataclass(frozen=True)
@@ -96,12 +97,14 @@ def measure(name: str, dtype: str, bits: int, target: str, whole: bool = True) -
     from triton.backends.compiler import GPUTarget
 
     rule, (backend, arch, lanes) = rule_of(name), CHIPS[target].target
-    kind = (DTYPES[dtype], DTYPES[dtype], bits if rule.moments else 32, whole, 16)
+    width = bits if rule.moments else 32
+    format = formats.named(formats.OF_BITS[width])
+    kind = (DTYPES[dtype], DTYPES[dtype], format, whole, 16)
     passes, moved = [], 0.0
     for kernel in engine_triton.passes(rule):
         compiled = engine_triton.compile_for(GPUTarget(backend, arch, lanes), rule, kernel, kind)
         counted = machine_code.count(compiled, TILE / (lanes * WARPS))
-        moved += traffic.bytes_of(rule, kernel, DTYPES[dtype], kind[2])
+        moved += traffic.bytes_of(rule, kernel, DTYPES[dtype], width)
         passes.append({
             "pass": kernel,
             "instructions": round(counted.instructions, 1),

@@ -16,6 +16,7 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks import instructions, machine_code, report
+from lowbit_optim_kernels import formats
 from lowbit_optim_kernels.engines.triton import engine as engine_triton
 
 OPTIMIZERS = ["SGD", "AdamW", "LARS", "LAMB", "LANS"]
@@ -29,7 +30,8 @@ def measure(name: str, dtype: str, target: str) -> list[dict[str, Any]]:
 
     rule, chip = instructions.rule_of(name), GPUTarget(*instructions.CHIPS[target].target)
     p = instructions.DTYPES[dtype]
-    kinds = [(p, p, bits, *tile) for tile in TILES for bits in (8, 32)]
+    widths = [formats.named(formats.OF_BITS[bits]) for bits in (8, 32)]
+    kinds = [(p, p, format, *tile) for tile in TILES for format in widths]
     rows = []
     for kernel in engine_triton.passes(rule):
         for chosen in (kinds[:1], kinds):

@@ -104,6 +104,7 @@ from triton.backends.compiler import GPUTarget
 from benchmarks.instructions import CHIPS, rule_of
 from benchmarks.machine_code import count
 from lowbit_optim_kernels.engines.triton import engine
+from lowbit_optim_kernels.formats.dynamic8 import DYNAMIC8
 
 bf16 = torch.bfloat16
 rule = rule_of("LARS")
@@ -112,10 +113,10 @@ for chip in (CHIPS["sm_90"], CHIPS["gfx942"]):
     for name in ("begin", "combine_0"):
         for on in (False, True):
             switches = dict(MAXIMIZE=on, UNSCALE=on, GUARDED=on)
-            engine.compile_for(target, rule, name, (bf16, bf16, 8, True, 16), **switches)
+            engine.compile_for(target, rule, name, (bf16, bf16, DYNAMIC8, True, 16), **switches)
     for name in engine.passes(rule):
         for whole, align in ((True, 16), (False, 16), (False, 1)):
-            kind = (bf16, torch.float32, 8, whole, align)
+            kind = (bf16, torch.float32, DYNAMIC8, whole, align)
             kernel = engine.compile_for(target, rule, name, kind, SCALED=True, GUARDED=True)
             found = count(kernel, 1)
             assert found.spills == 0
@@ -130,11 +131,13 @@ from triton.backends.compiler import GPUTarget
 from benchmarks.instructions import CHIPS, rule_of
 from benchmarks.machine_code import count
 from lowbit_optim_kernels.engines.triton import engine
+from lowbit_optim_kernels.formats.dynamic8 import DYNAMIC8
+from lowbit_optim_kernels.formats.float32 import FLOAT32
 
 kinds = [
-    (p, p, bits, whole, align)
+    (p, p, format, whole, align)
     for whole, align in ((True, 16), (False, 16), (False, 1))
-    for bits in (8, 32)
+    for format in (DYNAMIC8, FLOAT32)
     for p in (torch.bfloat16, torch.float32)
 ]
 rule = rule_of("LAMB")

@@ -19,7 +19,7 @@ class Float32(Format):
     name: str = "float32"
     bits: int = 32
     numba: str = ""
-    triton: str = ""
+    triton: str = "lowbit_optim_kernels.formats.float32_triton"
 
     @property
     def exact(self) -> bool:

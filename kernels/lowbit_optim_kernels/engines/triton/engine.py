@@ -9,50 +9,43 @@ synchronizes and nothing is read back. Sums are formed per tile and added in a f
 from __future__ import annotations
 
 import contextlib
-import importlib
-import inspect
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cache
 from types import ModuleType
 from typing import Any
 
 import torch
 import triton
-import triton.language as tl
 from torch import Tensor
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from ...codegen.module_cache import import_source
-from ...formats import Unit
-from ...formats.dynamic8 import triton as triton_codec
-from ...formats.dynamic8 import triton_tables
+from ...formats import Format, Unit
 from ...formats.layout import Layout
 from ...plan import Batch, clips, phase_count
 from ...rules import Rule
+from .. import torch as torch_engine
+from . import bindings
 from . import plan as triton_plan
-from . import source as triton_source
-from .plan import TILE, Kind, Plan
+from .plan import DTYPES, LANES, Kind, Plan
 from .primitives import INTERPRETED
+from .scalars import add_up, clip
 
 NAME = "triton"
 OPTIONS = {"num_warps": 4, "enable_fp_fusion": True}
-TYPE = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 CHUNK = 4096  # tiles whose partial sums one program adds up
-_HELPERS = (
-    "formats.dynamic8.triton",
-    "formats.dynamic8.triton_tables",
-    "engines.triton.primitives",
-)
 
 
 @cache
-def kernels(rule: Rule, ptx: bool) -> ModuleType:
-    """The rule's module of Triton kernels."""
-    helpers = [importlib.import_module(f"lowbit_optim_kernels.{name}") for name in _HELPERS]
-    depends = (triton.__version__, *map(inspect.getsource, helpers))
+def kernels(rule: Rule, formats: tuple[Format, ...], ptx: bool) -> ModuleType:
+    """The module of Triton kernels of a rule for tiles of these formats.
+
+    Triton itself looks at the source of all that a kernel calls before it takes compiled code from
+    its cache; the name tells a reader apart what this module's text does.
+    """
     label = f"{rule.name}_triton{'_ptx' if ptx else ''}"
-    return import_source(label, triton_source.module(rule, ptx), depends)
+    return import_source(label, bindings.module(rule, formats, ptx), (triton.__version__,))
 
 
 def takes_ptx(device: torch.device) -> bool:
@@ -63,16 +56,8 @@ def takes_ptx(device: torch.device) -> bool:
     return torch.cuda.get_device_capability(device) >= (8, 0)  # what cvt.rn.f16x2.f32 needs
 
 
-@cache
-def constants(kinds: tuple[Kind, ...]) -> dict[str, Any]:
-    """What makes a specialization of the per-element kernels: the kinds of tiles in one launch."""
-    pieces = triton_plan.pieces(kinds)
-    typed = ((TYPE[p], TYPE[g], *rest) for p, g, *rest in kinds)
-    return {"KINDS": tuple((*kind, n) for kind, n in zip(typed, pieces, strict=True)), "NB": TILE}
-
-
 _ELEMENTS = {
-    "address": "*i64", "geometry": "*i64", "work": "*i32", "hyper": "*fp64", "scalars": "*fp64",
+    "address": "*i64", "geometry": "*i64", "work": "*i32", "hyper": "*fp64", "scalars_": "*fp64",
     "floats": "*fp32",
     "count": "*i64", "tables": "*fp32", "partial": "*fp32", "sums": "*fp64",
     "grad_scale": "*fp32", "found_inf": "*fp32",
@@ -91,14 +76,14 @@ def compile_for(target: GPUTarget, rule: Rule, name: str, *kinds: Kind, **switch
         target: e.g. GPUTarget("cuda", 90, 32) or GPUTarget("hip", "gfx942", 64).
         rule: the rule.
         name: one of `passes`, "begin" or "combine_0", ...
-        kinds: dtypes of p and g, bits, whole, alignment, one or more: see `triton_source`.
+        kinds: dtypes of p and g, format, whole, alignment, one or more: see `passes`.
         switches: SCALED, GUARDED, MAXIMIZE, UNSCALE; False where not given.
 
     Returns:
         triton's CompiledKernel.
     """
-    kernel = getattr(kernels(rule, target.backend == "cuda"), name)
-    given = {**constants(kinds), **switches}
+    made = kernels(rule, triton_plan.formats_of(kinds), target.backend == "cuda")
+    kernel, given = getattr(made, name), {**triton_plan.constants(kinds), **switches}
     names = kernel.arg_names
     signature = {argument: _ELEMENTS.get(argument, "constexpr") for argument in names}
     return triton.compile(
@@ -120,55 +105,11 @@ def compile_for(target: GPUTarget, rule: Rule, name: str, *kinds: Kind, **switch
     )  # fmt: skip
 
 
-@triton.jit
-def add_up(partial, sums, geometry, TERMS: tl.constexpr, GEOMETRY: tl.constexpr,
-           CHUNK: tl.constexpr, NB: tl.constexpr):  # fmt: skip
-    """sums[t, k, c] (fp64) = chunk c of tensor t's partial[:, k] (fp32), always in one order."""
-    t = tl.program_id(0).to(tl.int64)
-    k = tl.program_id(1)
-    c = tl.program_id(2)
-    tiles = (tl.load(geometry + t * GEOMETRY + 2) + NB - 1) // NB
-    first = tl.load(geometry + t * GEOMETRY + 3)
-    at = c * CHUNK + tl.arange(0, CHUNK)
-    part = tl.load(partial + (first + at) * TERMS + k, mask=at < tiles, other=0.0)
-    at_sum = sums + (t * TERMS + k) * tl.num_programs(2) + c
-    tl.store(at_sum, tl.sum(part.to(tl.float64), 0))
-
-
-@triton.jit
-def clip(address, scalars, floats, sums, percentile, STRIDE: tl.constexpr,
-         WIDTH: tl.constexpr, FLOATS: tl.constexpr):  # fmt: skip
-    """Percentile clipping of tensor t: record sums[t] = ||g||^2, then scale gscale[t].
-
-    gnorm_vec: fp32 (100,), filled with -1 before the first record.
-    """
-    t = tl.program_id(0)
-    square = tl.load(sums + t).to(tl.float32)
-    at = scalars + t * WIDTH
-    unclipped = tl.load(at)  # here, before the sums below make the warps wait for each other
-    live = tl.load(scalars + t * WIDTH + 1) != 0.0
-    good = tl.where(live & (square < float("inf")), 1, 0)  # 0 for NaN too
-    history = tl.load(address + t * STRIDE + STRIDE - 1).to(tl.pointer_type(tl.float32))
-    step = tl.load(tl.load(address + t * STRIDE + 2).to(tl.pointer_type(tl.int64)))
-    lane = tl.arange(0, 128)
-    used = lane < 100
-    seen = tl.load(history + lane, mask=used, other=float("inf"))
-    # A fresh history is filled throughout. (Its first slot is read out of `seen`: another warp may
-    # have stored there by the time that this one would load it.)
-    one_slot = tl.where(tl.sum(tl.where(lane == 0, seen, 0.0), 0) < 0.0, 0, 1)
-    here = used & ((lane - (step % 100).to(tl.int32)) * one_slot == 0) & (lane * 0 + good == 1)
-    seen = tl.where(here, square, seen)
-    tl.store(history + lane, seen, mask=here)
-    before = (seen[None, :] < seen[:, None]) | (
-        (seen[None, :] == seen[:, None]) & (lane[None, :] < lane[:, None])
-    )
-    rank = tl.sum(before.to(tl.int32), 1)
-    limit = tl.sqrt(tl.sum(tl.where(rank == tl.load(percentile), seen, 0.0), 0))
-    norm = tl.sqrt(square)
-    scale = tl.where((good == 1) & (norm > limit), limit / tl.where(norm > 0.0, norm, 1.0), 1.0)
-    gscale = unclipped * scale
-    tl.store(at, gscale)
-    tl.store(floats + t * FLOATS, gscale)
+def _on(device: torch.device) -> contextlib.AbstractContextManager:
+    """Triton launches on the current device."""
+    if device.type == "cpu":
+        return contextlib.nullcontext()
+    return torch.get_device_module(device).device(device)
 
 
 class TritonRun:
@@ -176,31 +117,26 @@ class TritonRun:
 
     def __init__(self, batch: Batch) -> None:
         for slot in batch.slots:
-            if slot.g.dtype not in TYPE:
+            if slot.g.dtype not in DTYPES:
                 slot.g = slot.g.float()
         self.batch, self.rule = batch, batch.rule
         self.phases = phase_count(batch)
         self.device = batch.slots[0].p.device
         self.ptx = takes_ptx(self.device)
-        self.kernels = kernels(self.rule, self.ptx)
-        self.tables = triton_tables.packed(self.ptx, self.device)
         self.scaled = batch.maximize or batch.grad_scale is not None or clips(batch)
-        with self._guard():
+        with _on(self.device):
             self.plan: Plan = triton_plan.current(batch)
-
-    def _guard(self) -> contextlib.AbstractContextManager:
-        """Triton launches on the current device."""
-        if self.device.type == "cpu":
-            return contextlib.nullcontext()
-        return torch.get_device_module(self.device).device(self.device)
+            using = self.rule, triton_plan.formats_of(self.plan.kinds), self.ptx
+            self.tables = bindings.tables(*using, self.device)
+        self.kernels = kernels(*using)
 
     def _per_tensor_grid(self) -> tuple[int]:
-        return (-(-len(self.batch.slots) // triton_source.LANES),)
+        return (-(-len(self.batch.slots) // LANES),)
 
     def begin(self) -> None:
         batch, plan = self.batch, self.plan
         scale, guard = batch.grad_scale, batch.found_inf
-        with self._guard():
+        with _on(self.device):
             self.kernels.begin[self._per_tensor_grid()](
                 plan.address, plan.geometry, plan.hyper, plan.scalars, plan.floats, plan.count,
                 plan.hyper if scale is None else scale.to(self.device),
@@ -214,10 +150,10 @@ class TritonRun:
         plan = self.plan
         if not plan.kinds:
             return
-        with self._guard():
+        with _on(self.device):
             getattr(self.kernels, name)[(len(plan.work),)](
                 plan.address, plan.geometry, plan.work, plan.floats, self.tables, *extra,
-                SCALED=self.scaled, **more, **constants(plan.kinds), **OPTIONS,
+                SCALED=self.scaled, **more, **plan.constants, **OPTIONS,
             )  # fmt: skip
 
     def reduce(self, phase: int) -> Tensor:
@@ -231,17 +167,16 @@ class TritonRun:
         chunks = max(1, -(-plan.most_tiles // CHUNK))
         shape = (len(self.batch.slots), terms, chunks)
         sums = torch.empty(shape, dtype=torch.float64, device=self.device)
-        with self._guard():
+        with _on(self.device):
             add_up[shape](
-                partial, sums, plan.geometry, TERMS=terms, GEOMETRY=triton_source.GEOMETRY,
-                CHUNK=CHUNK, NB=TILE, **OPTIONS,
+                partial, sums, plan.geometry, plan.tiles_of, TERMS=terms, CHUNK=CHUNK, **OPTIONS,
             )  # fmt: skip
         return sums[:, :, 0] if chunks == 1 else sums.sum(2)
 
     def combine(self, phase: int, sums: Tensor) -> None:
         plan, first, count = self.plan, clips(self.batch), len(self.batch.slots)
         sums = sums.contiguous()
-        with self._guard():
+        with _on(self.device):
             if first and phase == 0:
                 clip[(count,)](
                     plan.address, plan.scalars, plan.floats, sums, plan.percentile,
@@ -275,35 +210,32 @@ def start(batch: Batch) -> TritonRun:
     return TritonRun(batch)
 
 
-def _launch_by_blocks(kernel, device: torch.device, blocks: int, *arguments, **constants) -> None:
-    if blocks == 0:
-        return
-    guard = contextlib.nullcontext()
-    if device.type != "cpu":
-        guard = torch.get_device_module(device).device(device)
-    with guard:
-        kernel[(-(-blocks // TILE),)](*arguments, **constants, NB=TILE, **OPTIONS)
+def _own(unit: Unit, name: str) -> Callable | None:
+    """A function of a format's module for whole tensors, which it need not have."""
+    return getattr(bindings.module_of(unit.format), name, None) if unit.format.triton else None
 
 
 def encode(unit: Unit, values: Sequence[Tensor], layout: Layout, out: Sequence[Tensor]) -> None:
-    """Code contiguous tensors into the tensors `out` of a unit's parts; bad numbers give zero."""
-    count, device = len(values), values[0].device
-    ptx, blocks = takes_ptx(device), layout.rows * layout.blocks_per_row
-    table = triton_tables.packed(ptx, device)
-    for k, (moment, x) in enumerate(zip(unit.moments, values, strict=True)):
-        _launch_by_blocks(
-            triton_codec.quantize_kernel, device, blocks, x, out[k], out[count + k], table,
-            layout.row, blocks, SIGNED=moment.signed, PTX=ptx,
-        )  # fmt: skip
+    """Code contiguous tensors into the tensors `out` of a unit's parts; bad numbers give zero.
+
+    By `encode_tensors` of the format's module, or where it has none by torch operators.
+    """
+    own, device = _own(unit, "encode_tensors"), values[0].device
+    if own is None:
+        torch_engine.encode(unit, values, layout, out)
+        return
+    with _on(device):
+        own(unit, values, layout, out, takes_ptx(device), OPTIONS)
 
 
 def decode(unit: Unit, stored: Sequence[Tensor], layout: Layout, out: Sequence[Tensor]) -> None:
-    """Write the numbers of a unit's moments into the contiguous tensors `out`."""
-    count, device = len(out), out[0].device
-    ptx, blocks = takes_ptx(device), layout.rows * layout.blocks_per_row
-    table = triton_tables.packed(ptx, device)
-    for k, (moment, x) in enumerate(zip(unit.moments, out, strict=True)):
-        _launch_by_blocks(
-            triton_codec.dequantize_kernel, device, blocks, stored[k], stored[count + k], x, table,
-            layout.row, blocks, SIGNED=moment.signed, PTX=ptx,
-        )  # fmt: skip
+    """Write the numbers of a unit's moments into the contiguous tensors `out`.
+
+    By `decode_tensors` of the format's module, or where it has none by torch operators.
+    """
+    own, device = _own(unit, "decode_tensors"), out[0].device
+    if own is None:
+        torch_engine.decode(unit, stored, layout, out)
+        return
+    with _on(device):
+        own(unit, stored, layout, out, takes_ptx(device), OPTIONS)

@@ -10,35 +10,56 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
+from typing import Any
 
 import numpy as np
 import torch
+import triton.language as tl
 from torch import Tensor
 
-from ...codegen.analysis import hyper_names
-from ...formats.layout import BLOCK
+from ...codegen.analysis import element_functions, element_scalars, hyper_names
+from ...formats import Format, units
 from ...plan import STATE, Batch, G, P, Slot, address_columns
-from . import kinds as triton_kinds
-from . import source as triton_source
+from ...rules import Moment, Rule
 
-# Blocks per program, on 4 warps: 16 elements a thread. With 16 blocks AdamW8bit takes 3 % fewer
+# Elements per program, on 4 warps: 16 a thread. With twice as many AdamW8bit takes 3 % fewer
 # instructions an element, but twice the registers, so half as many programs would share a
 # multiprocessor to hide each other's barriers.
-TILE = 8
+TILE = 2048
+LEAST = 256  # elements of a tile that a program takes at a time, at least: 2 a thread
+LANES = 128  # tensors per program of the per-tensor kernels
+NUMBER = 2**23  # what counts the kind in the first column of `work`: room for 256 kinds
+WORK = 4  # width of `work`
+GSCALE, LIVE, SCALARS = 0, 1, 2  # columns of `scalars` and of `floats`
 SPARE = 2  # captures in a row without a step in between
 
-Kind = tuple[torch.dtype, torch.dtype, int, bool, int]  # p, g, bits, whole, align
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)  # of p and g
+TYPES = {
+    torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16,
+    torch.uint8: tl.uint8, torch.int8: tl.int8, torch.int16: tl.int16, torch.int32: tl.int32,
+    torch.float8_e4m3fn: tl.float8e4nv, torch.float8_e5m2: tl.float8e5,
+}  # fmt: skip
+Kind = tuple[torch.dtype, torch.dtype, Format, bool, int]  # p, g, format, whole, align
 
 
 @dataclass
 class Plan:
-    """Device tables of a batch; `triton_source` says what they hold."""
+    """Device tables of a batch; `passes` says what they hold.
+
+    Attributes:
+        kinds: of the tiles there are, in one order whatever that of the tensors.
+        tiles, tiles_of, most_tiles: of all tensors, of each one (int64), of the largest.
+        constants: what a launch over these kinds is specialized for.
+        spare: pinned memory for captures.
+    """
 
     key: tuple
-    kinds: tuple[Kind, ...]  # of the tiles there are, in one order whatever that of the tensors
+    kinds: tuple[Kind, ...]
+    constants: dict[str, Any]
     work: Tensor
     tiles: int
-    most_tiles: int  # of one tensor
+    tiles_of: Tensor
+    most_tiles: int
     geometry: Tensor
     address: Tensor
     scalars: Tensor
@@ -48,7 +69,7 @@ class Plan:
     percentile: Tensor
     pointers: list[int] = field(default_factory=list)
     values: list[float] = field(default_factory=list)
-    spare: list[tuple[Tensor, Tensor]] = field(default_factory=list)  # pinned, for captures
+    spare: list[tuple[Tensor, Tensor]] = field(default_factory=list)
 
 
 _hyper_names = cache(hyper_names)
@@ -60,7 +81,7 @@ def _key(slot: Slot, row: list[int], moments: int) -> tuple:
     for address in row[STATE : STATE + moments]:
         low |= address
     aligned = low % 16 == 0
-    return slot.p.dtype, slot.g.dtype, slot.format.bits, aligned, slot.rows, slot.row, slot.numel
+    return slot.p.dtype, slot.g.dtype, slot.format, aligned, slot.rows, slot.row, slot.numel
 
 
 def _capturing(device: torch.device) -> bool:
@@ -170,41 +191,74 @@ def _send_hyperparameters(plan: Plan, batch: Batch) -> None:
 # Building.
 
 
-def _shape(key: tuple) -> tuple[int, int, int, int, int]:
-    """rows, row, blocks per row, of these whole, alignment of the blocks.
+def number_of(dtype: torch.dtype) -> int:
+    """What stands for a dtype in the constants of a kernel."""
+    return list(TYPES).index(dtype)
 
-    Whole blocks in rows, and 32-bit state, whose blocks mean nothing, count as one long row.
+
+def float_names(rule: Rule) -> list[str]:
+    """What the columns of `floats` after the first two hold."""
+    elements = element_scalars(rule, element_functions(rule))
+    return list(dict.fromkeys([*rule.scalars(), *elements]))
+
+
+def blocks_of_tile(format: Format) -> int:
+    """How many blocks a tile has.
+
+    Raises:
+        ValueError: blocks do not divide a tile, or do not start at aligned addresses.
     """
-    *_, bits, aligned, rows, row, _ = key
-    if bits == 32 or row % BLOCK == 0:
+    block = format.block
+    if not 16 <= block <= TILE or TILE % block:
+        raise ValueError(f"{format.name} has blocks of {block}; the Triton engine takes 16 to 2048")
+    return TILE // block
+
+
+@cache
+def _has_scales(moments: tuple[Moment, ...], format: Format) -> bool:
+    return any(part.per_block for unit in units(moments, format) for part in unit.parts)
+
+
+def _shape(key: tuple, moments: tuple[Moment, ...]) -> tuple[int, ...]:
+    """Row, blocks per row, blocks, tiles, of these whole, and alignment of the blocks.
+
+    Whole blocks in rows, and state without scales, whose blocks mean nothing, count as one row.
+    """
+    *_, format, aligned, rows, row, _ = key
+    block, in_tile = format.block, blocks_of_tile(format)
+    if row % block == 0 or not _has_scales(moments, format):
         rows, row = 1, rows * row
-    whole = row // BLOCK if rows == 1 and aligned else 0
-    return rows, row, -(-row // BLOCK), whole, 16 if aligned and row % 16 == 0 else 1
+    per_row = -(-row // block)
+    blocks = rows * per_row
+    whole = row // block // in_tile if rows == 1 and aligned else 0
+    align = 16 if aligned and row % 16 == 0 else 1
+    return row, per_row, blocks, -(-blocks // in_tile), whole, align
 
 
 def _make(batch: Batch, key: tuple) -> Plan:
     slots, device = batch.slots, batch.slots[0].p.device
     keys = key[-1]
-    shapes = np.array([_shape(k) for k in keys], dtype=np.int64)
-    rows, row, per_row, whole, align = shapes.T
-    blocks = rows * per_row
-    tiles = -(-blocks // TILE)
+    moments = batch.rule.moments
+    shapes = np.array([_shape(k, moments) for k in keys], dtype=np.int64)
+    row, per_row, blocks, tiles, whole, align = shapes.T
     starts = np.cumsum(tiles) - tiles
-    numel = [slot.numel for slot in slots]
-    geometry = np.stack([row, per_row, blocks, starts, np.array(numel, dtype=np.int64)], axis=1)
-    width = triton_source.SCALARS + len(batch.rule.scalars())
-    float_width = triton_source.SCALARS + len(triton_source.float_names(batch.rule))
-    columns = address_columns(batch.rule.moments)
+    numel = np.array([slot.numel for slot in slots], dtype=np.int64)
+    geometry = np.stack([row, per_row, blocks, starts, numel], axis=1)
+    width = SCALARS + len(batch.rule.scalars())
+    float_width = SCALARS + len(float_names(batch.rule))
+    columns = address_columns(moments)
 
     def zeros(*shape: int, dtype: torch.dtype = torch.float64) -> Tensor:
         return torch.zeros(shape, dtype=dtype, device=device)
 
-    kinds, work = _deal(keys, tiles, whole // TILE, align, per_row)
+    kinds, work = _deal(keys, tiles, whole, align, per_row)
     return Plan(
         key=key,
         kinds=kinds,
+        constants=constants(kinds),
         work=torch.from_numpy(work).to(device),
         tiles=int(tiles.sum()),
+        tiles_of=torch.from_numpy(np.ascontiguousarray(tiles)).to(device),
         most_tiles=int(tiles.max()),
         geometry=torch.from_numpy(geometry).to(device),
         address=zeros(len(slots), columns, dtype=torch.int64),
@@ -218,8 +272,13 @@ def _make(batch: Batch, key: tuple) -> Plan:
 
 def _order(kind: Kind) -> tuple:
     """Whole tiles first; one order of the same kinds, so that they share a specialization."""
-    p, g, bits, whole, align = kind
-    return not whole, bits, -align, str(p), str(g)
+    p, g, format, whole, align = kind
+    return not whole, format.bits, format.name, -align, str(p), str(g)
+
+
+def formats_of(kinds: Sequence[Kind]) -> tuple[Format, ...]:
+    """The formats of these kinds, each once."""
+    return tuple(dict.fromkeys(kind[2] for kind in kinds))
 
 
 def pieces(kinds: Sequence[Kind]) -> list[int]:
@@ -229,15 +288,28 @@ def pieces(kinds: Sequence[Kind]) -> list[int]:
     multiprocessor. So the kinds beside whole tiles of the narrowest state are cut smaller, and
     always those of unaligned blocks, which have an address for every element.
     """
-    narrowest = min((bits for _, _, bits, whole, _ in kinds if whole), default=0)
+    narrowest = min((format.bits for _, _, format, whole, _ in kinds if whole), default=0)
 
     def of(kind: Kind) -> int:
-        _, _, bits, whole, align = kind
+        _, _, format, whole, align = kind
         if align == 1:
-            return 1
-        return TILE if len(kinds) == 1 or (whole and bits == narrowest) else TILE // 2
+            return max(1, LEAST // format.block)
+        blocks = blocks_of_tile(format)
+        alone = len(kinds) == 1 or (whole and format.bits == narrowest)
+        return blocks if alone else max(1, blocks // 2)
 
     return [of(kind) for kind in kinds]
+
+
+def constants(kinds: tuple[Kind, ...]) -> dict[str, Any]:
+    """What makes a specialization of the per-element kernels: the kinds of tiles in one launch."""
+    number = {format: i for i, format in enumerate(formats_of(kinds))}
+    return {
+        "KINDS": tuple(
+            (number_of(p), number_of(g), number[format], whole, align, piece)
+            for (p, g, format, whole, align), piece in zip(kinds, pieces(kinds), strict=True)
+        )
+    }
 
 
 def _deal(
@@ -245,11 +317,11 @@ def _deal(
 ) -> tuple[tuple[Kind, ...], np.ndarray]:
     """A program for every tile of every tensor, by kind, and the kinds."""
     members: dict[Kind, list[int]] = {}
-    for i, (p, g, bits, *_) in enumerate(keys):
+    for i, (p, g, format, *_) in enumerate(keys):
         if whole[i]:
-            members.setdefault((p, g, bits, True, 16), []).append(i)
+            members.setdefault((p, g, format, True, 16), []).append(i)
         if whole[i] < tiles[i]:
-            members.setdefault((p, g, bits, False, int(align[i])), []).append(i)
+            members.setdefault((p, g, format, False, int(align[i])), []).append(i)
     kinds = tuple(sorted(members, key=_order))
     work = []
     for number, kind in enumerate(kinds):
@@ -259,8 +331,8 @@ def _deal(
         total = int(count.sum())
         tensor = np.repeat(t, count)
         within = np.arange(total) - np.repeat(np.cumsum(count) - count, count)
-        block = (np.repeat(first, count) + within) * TILE
+        block = (np.repeat(first, count) + within) * blocks_of_tile(kind[2])
         line, column = np.divmod(block, per_row[tensor])
-        entry = tensor + number * triton_kinds.NUMBER
+        entry = tensor + number * NUMBER
         work.append(np.stack([entry, block, line, column], axis=1).astype(np.int32))
     return kinds, np.concatenate(work) if work else np.zeros((0, 4), dtype=np.int32)

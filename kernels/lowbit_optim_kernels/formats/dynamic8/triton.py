@@ -7,13 +7,22 @@ the encoding; with PTX (NVIDIA only) single operations become one instruction ea
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any
+
+import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from ...engines.triton.primitives import narrow, ptx_reciprocal, widen
-from . import triton_tables
+from .. import Unit
+from ..layout import Layout
+from . import DYNAMIC8, triton_tables
 
 BOOK = tl.constexpr(256)  # fp32 values of a codebook
+BLOCK = tl.constexpr(DYNAMIC8.block)
+AT_ONCE = 2048  # elements of a program
 CELLS_SIGNED = tl.constexpr(triton_tables.CELLS_SIGNED)
 CELLS_UNSIGNED = tl.constexpr(triton_tables.CELLS_UNSIGNED)
 SCALE_SIGNED = tl.constexpr(triton_tables.SCALE_SIGNED)
@@ -40,7 +49,7 @@ def _look_up(table, index):
 
 
 @triton.jit
-def decode(codes, tables, SIGNED: tl.constexpr):
+def decode_codes(codes, tables, SIGNED: tl.constexpr):
     """uint8 codes -> fp32 values of the codebook, in [-1, 1]."""
     book = tl.load(tables + (0 if SIGNED else BOOK) + tl.arange(0, BOOK))
     return _look_up(book, codes.to(tl.int32))
@@ -126,7 +135,7 @@ def _encode_unsigned(x, top, tables, PTX: tl.constexpr):
 
 
 @triton.jit
-def encode(x, top, tables, SIGNED: tl.constexpr, PTX: tl.constexpr):
+def encode_codes(x, top, tables, SIGNED: tl.constexpr, PTX: tl.constexpr):
     """Codes of a tile x of finite moments whose blocks have the scales `top` = absmax(x)."""
     if SIGNED:
         return _encode_signed(x, top, tables, PTX)
@@ -134,15 +143,48 @@ def encode(x, top, tables, SIGNED: tl.constexpr, PTX: tl.constexpr):
         return _encode_unsigned(x, top, tables, PTX)
 
 
+# What the engine calls. Moments are coded one by one, so it hands over one at a time: the second
+# one's codes are loaded when the first is decoded, which takes fewer registers.
+
+SEPARATE = True
+
+
+@triton.jit
+def decode(codes, scales, tables, SIGNED: tl.constexpr, PTX: tl.constexpr):
+    """The tile of the moment, fp32."""
+    scale = scales[0][:, None]
+    return (decode_codes(codes[0], tables, SIGNED[0]) * scale,)
+
+
+@triton.jit
+def scales(moments, SIGNED: tl.constexpr):
+    """The scales of a finite moment, one a block."""
+    return (absmax(moments[0], SIGNED[0]),)
+
+
+@triton.jit
+def encode(moments, scales, tables, K: tl.constexpr, SIGNED: tl.constexpr, PTX: tl.constexpr):
+    """The codes of the moment."""
+    return encode_codes(moments[0], scales[0], tables, SIGNED[0], PTX)
+
+
+def table(ptx: bool, device: torch.device) -> Tensor:
+    """What `decode` and `encode` get as `tables`."""
+    return triton_tables.packed(ptx, device)
+
+
+# Whole tensors.
+
+
 @triton.jit
 def _tile(row, blocks, NB: tl.constexpr):
     """Offsets, masks and block numbers of a tile of a tensor whose blocks restart every `row`."""
-    per_row = (row + 255) // 256
+    per_row = (row + BLOCK - 1) // BLOCK
     block = tl.program_id(0).to(tl.int64) * NB + tl.arange(0, NB)
     inside = block < blocks
     line = block // per_row
-    column = (block - line * per_row) * 256
-    lane = tl.arange(0, 256)
+    column = (block - line * per_row) * BLOCK
+    lane = tl.arange(0, BLOCK)
     mask = (lane[None, :] < (row - column)[:, None]) & inside[:, None]
     return (line * row + column)[:, None] + lane[None, :], mask, block, inside
 
@@ -161,7 +203,7 @@ def quantize_kernel(
     if not SIGNED:
         value = tl.maximum(value, 0.0)
     factor = tl.where(top < TINY, UP, tl.where(top > HUGE, DOWN, 1.0))
-    coded = encode(value * factor[:, None], top * factor, tables, SIGNED, PTX)
+    coded = encode_codes(value * factor[:, None], top * factor, tables, SIGNED, PTX)
     tl.store(codes + at, coded, mask=mask)
 
 
@@ -173,5 +215,39 @@ def dequantize_kernel(
     """codes (uint8), scales (fp32, `blocks`) -> out (any float)."""
     at, mask, block, inside = _tile(row, blocks, NB)
     scale = tl.load(scales + block, mask=inside, other=0.0)
-    value = decode(tl.load(codes + at, mask=mask, other=0), tables, SIGNED) * scale[:, None]
+    value = decode_codes(tl.load(codes + at, mask=mask, other=0), tables, SIGNED) * scale[:, None]
     tl.store(out + at, narrow(value, out.dtype.element_ty), mask=mask)
+
+
+def _launch(kernel: Any, layout: Layout, *arguments: Any, **options: Any) -> None:
+    blocks, at_once = layout.rows * layout.blocks_per_row, AT_ONCE // BLOCK.value
+    if blocks:
+        grid = (-(-blocks // at_once),)
+        kernel[grid](*arguments, layout.row, blocks, NB=at_once, **options)
+
+
+def encode_tensors(
+    unit: Unit, values: Sequence[Tensor], layout: Layout, out: Sequence[Tensor], ptx: bool,
+    options: dict[str, Any],
+) -> None:  # fmt: skip
+    """Code contiguous tensors; bad numbers give zero. `options` are those of the launches."""
+    tables = table(ptx, values[0].device)
+    codes, tops = unit.split(out)
+    for moment, x, code, top in zip(unit.moments, values, codes, tops, strict=True):
+        _launch(
+            quantize_kernel, layout, x, code, top, tables, SIGNED=moment.signed, PTX=ptx, **options
+        )
+
+
+def decode_tensors(
+    unit: Unit, stored: Sequence[Tensor], layout: Layout, out: Sequence[Tensor], ptx: bool,
+    options: dict[str, Any],
+) -> None:  # fmt: skip
+    """Write the moments into contiguous tensors."""
+    tables = table(ptx, out[0].device)
+    codes, tops = unit.split(stored)
+    for moment, x, code, top in zip(unit.moments, out, codes, tops, strict=True):
+        _launch(
+            dequantize_kernel, layout, code, top, x, tables, SIGNED=moment.signed, PTX=ptx,
+            **options,
+        )  # fmt: skip

@@ -1,0 +1,339 @@
+"""The generated module of a rule: its functions, and kernels that call `passes` with constants.
+
+What a launch specializes a kernel for costs time to hash at every launch. So all that follows from
+the rule and from the formats of the tiles is bound here, in the text of thin kernels, as numbers
+and names; KINDS and a few switches are left.
+"""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import inspect
+import textwrap
+from collections.abc import Sequence
+from functools import cache
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...codegen.analysis import (
+    element_functions,
+    element_scalars,
+    functions_source,
+    hyper_names,
+    reads,
+    scalar_functions,
+)
+from ...formats import Format, Part, Unit, constant, units
+from ...plan import address_columns, state_columns
+from ...rules import Rule, RuleFunction, gradient_square
+from .plan import SCALARS, float_names, number_of
+
+ALIGNMENT = 32  # fp32 numbers that a format's table starts at a multiple of
+
+HEADER = """\
+import triton
+import triton.language as tl
+from lowbit_optim_kernels.engines.triton import passes, scalars
+from lowbit_optim_kernels.engines.triton.primitives import (
+    abs, exp, log, maximum, minimum, power, sign, where, {divide} as divide, {sqrt} as sqrt,
+)
+"""
+
+BEGIN = """\
+@triton.jit
+def begin(
+    address, geometry, hyper, scalars_, floats, count, grad_scale, found_inf,
+    MAXIMIZE: tl.constexpr, UNSCALE: tl.constexpr, GUARDED: tl.constexpr,
+):
+    scalars.begin(
+        address, geometry, hyper, scalars_, floats, count, grad_scale, found_inf,
+        MAXIMIZE, UNSCALE, GUARDED,
+        {stride}, {call}, {copies},
+    )
+"""
+
+COMBINE = """\
+@triton.jit
+def {name}(address, geometry, hyper, scalars_, floats, count, sums):
+    scalars.combine(
+        address, geometry, hyper, scalars_, floats, count, sums,
+        {stride}, {call},
+    )
+"""
+
+REDUCE = """\
+@triton.jit
+def {name}(
+    address, geometry, work, floats, tables, partial,
+    KINDS: tl.constexpr, SCALED: tl.constexpr,
+):
+    passes.reduce(
+        address, geometry, work, floats, tables, partial,
+        {rule},
+        {terms},
+        {formats},
+        KINDS, SCALED,
+    )
+"""
+
+# Only a kernel may end before its last line; a function that it calls has to run to its end.
+UPDATE = """\
+@triton.jit
+def update(
+    address, geometry, work, floats, tables,
+    GUARDED: tl.constexpr, KINDS: tl.constexpr, SCALED: tl.constexpr,
+):
+    t, kind = passes.tensor_and_kind(work, KINDS)
+    if GUARDED:
+        if passes.skipped(t, floats, {width}):
+            return
+    passes.update(
+        t, kind, address, geometry, work, floats, tables,
+        {rule},
+        {writes},
+        {formats},
+        KINDS, SCALED,
+    )
+"""
+
+
+def module_of(format: Format) -> ModuleType:
+    """A format's functions for Triton; see docs/adding_a_format.md."""
+    return importlib.import_module(format.triton)
+
+
+def _with_tables(
+    rule: Rule, formats: Sequence[Format], ptx: bool, device: torch.device
+) -> list[tuple[Format, Tensor]]:
+    """The look-up tables of all formats in use, each filled up to a multiple of ALIGNMENT."""
+    used = dict.fromkeys(unit.format for f in formats for unit in units(rule.moments, f))
+    found = []
+    for format in used:
+        table = module_of(format).table(ptx, device)
+        if table is not None:
+            found.append((format, torch.nn.functional.pad(table, (0, -len(table) % ALIGNMENT))))
+    return found
+
+
+@cache
+def tables(rule: Rule, formats: tuple[Format, ...], ptx: bool, device: torch.device) -> Tensor:
+    """What the per-element kernels take as `tables`."""
+    found = [table for _, table in _with_tables(rule, formats, ptx, device)]
+    return torch.cat(found) if found else torch.zeros(ALIGNMENT, device=device)
+
+
+def _pieces(unit: Unit) -> list[Unit]:
+    """A unit as its format's functions take it: at once, or a moment at a time."""
+    if not getattr(module_of(unit.format), "SEPARATE", False):
+        return [unit]
+    format = unit.format
+    return [
+        Unit(format, (moment,), (k,), format.parts((moment,)))
+        for k, moment in zip(unit.index, unit.moments, strict=True)
+    ]
+
+
+def module(rule: Rule, formats: Sequence[Format], ptx: bool) -> str:
+    """Text of the module with all kernels of a rule.
+
+    Args:
+        rule: the rule.
+        formats: of the tiles that the kernels take, in the order that KINDS count them.
+        ptx: for an NVIDIA GPU: single machine instructions where Triton itself would take several.
+    """
+    return _Writer(rule, formats, ptx).module()
+
+
+class _Divisions(ast.NodeTransformer):
+    """Turn a / b into divide(a, b), which is bound like the other operations of a rule."""
+
+    def visit_BinOp(self, node: ast.BinOp) -> ast.expr:
+        self.generic_visit(node)
+        by_number = isinstance(node.right, ast.Constant) or _is_number(node.right)
+        if not isinstance(node.op, ast.Div) or by_number:
+            return node
+        return ast.Call(ast.Name("divide", ast.Load()), [node.left, node.right], [])
+
+
+def _is_number(node: ast.expr) -> bool:
+    """Whether a name is one of a module's numbers."""
+    return isinstance(node, ast.Name) and node.id.isupper()
+
+
+def _for_triton(source: str) -> str:
+    """Source of rule functions, with bound divisions; their modules' numbers as tl.constexpr."""
+    texts = []
+    for node in ast.parse(source).body:
+        if isinstance(node, ast.Assign) and _is_number(node.targets[0]):
+            name, value = ast.unparse(node.targets[0]), ast.unparse(node.value)
+            texts.append(f"{name} = tl.constexpr({value})")
+        else:
+            texts.append(ast.unparse(_Divisions().visit(node)))
+    return "\n\n\n".join(texts)
+
+
+def _literals(rule: Rule) -> dict[str, float]:
+    """Per-tensor values that `prepare` gives as a number and no phase replaces."""
+    tree = ast.parse(textwrap.dedent(inspect.getsource(rule.prepare)))
+    (result,) = (node.value for node in ast.walk(tree) if isinstance(node, ast.Return))
+    values = result.elts if isinstance(result, ast.Tuple) else [result]
+    given = zip(rule.prepare.gives, values, strict=True)
+    replaced = {name for phase in rule.phases for name in phase.combine.gives}
+    return {
+        name: node.value
+        for name, node in given
+        if isinstance(node, ast.Constant) and isinstance(node.value, float) and name not in replaced
+    }
+
+
+def _tuple(values: Sequence[Any]) -> str:
+    """Source of a tuple of numbers, of source, and of such tuples."""
+    texts = [
+        x if isinstance(x, str) else _tuple(x) if isinstance(x, (tuple, list)) else repr(x)
+        for x in values
+    ]
+    return f"({', '.join(texts)}{',' if len(texts) == 1 else ''})"
+
+
+class _Writer:
+    """Writes the kernels of one rule."""
+
+    def __init__(self, rule: Rule, formats: Sequence[Format], ptx: bool) -> None:
+        self.rule, self.ptx, self.formats = rule, ptx, formats
+        self.keys = [moment.key for moment in rule.moments]
+        self.hyper, self.columns, self.floats = hyper_names(rule), rule.scalars(), float_names(rule)
+        self.stride = address_columns(rule.moments)
+        self.widths = SCALARS + len(self.columns), SCALARS + len(self.floats)
+        self.used = list(
+            dict.fromkeys(unit.format for f in formats for unit in units(rule.moments, f))
+        )
+
+    def module(self) -> str:
+        rule = self.rule
+        fast = "ptx_" if self.ptx else ""
+        functions = (*scalar_functions(rule), *element_functions(rule), gradient_square)
+        parts = [
+            HEADER.format(divide=f"{fast}divide", sqrt=f"{fast}sqrt")
+            + "".join(f"import {f.triton} as format_{i}\n" for i, f in enumerate(self.used)),
+            _for_triton(functions_source(functions, "@triton.jit", literal=None)),
+            self._begin(),
+        ]
+        for k, phase in enumerate(rule.phases):
+            call = self._per_tensor(phase.combine, phase.terms.gives)
+            parts.append(COMBINE.format(name=f"combine_{k}", stride=self.stride, call=call))
+            parts.append(self._reduction(f"reduce_{k}", phase.terms))
+        parts.append(self._reduction("reduce_clip", gradient_square))
+        parts.append(self._update())
+        return "\n\n".join(parts)
+
+    # Per-tensor kernels.
+
+    def _per_tensor(self, fn: RuleFunction, sums: Sequence[str] = ()) -> str:
+        """A scalar function, where its values come from, where they go, widths of the tables."""
+        sources = []
+        for name in reads(fn):
+            if name in sums:
+                sources.append(("scalars.OF_SUMS", sums.index(name), len(sums)))
+            elif name in ("step", "numel"):
+                sources.append((f"scalars.OF_{name.upper()}", 0, 0))
+            elif name in self.columns:
+                column = SCALARS + self.columns.index(name)
+                sources.append(("scalars.OF_SCALARS", column, self.widths[0]))
+            else:
+                sources.append(("scalars.OF_HYPER", self.hyper.index(name), 0))
+        kept = [(SCALARS + self.columns.index(x), self._float(x)) for x in fn.gives]
+        return ", ".join([fn.__name__, _tuple(sources), _tuple(kept), _tuple(self.widths)])
+
+    def _float(self, name: str) -> int:
+        return SCALARS + self.floats.index(name)
+
+    def _begin(self) -> str:
+        copies = [
+            (self.hyper.index(x), self._float(x)) for x in self.floats if x not in self.columns
+        ]
+        call = self._per_tensor(self.rule.prepare)
+        return BEGIN.format(stride=self.stride, call=call, copies=_tuple(copies))
+
+    # Per-element kernels.
+
+    def _format(self, format: Format, offsets: dict[Format, int]) -> tuple:
+        """Elements of a block, the units, where each moment is among theirs, which are coded."""
+        moments, columns = self.rule.moments, iter(state_columns(self.rule.moments, format))
+        order: list[int] = []
+        inexact: list[int] = []
+        made = []
+        for unit in units(moments, format):
+            pads = dict(zip(unit.parts, constant(unit, (0.0,) * len(unit.moments)), strict=True))
+            given = {part: (next(columns), pads[part]) for part in unit.parts}
+            inexact += () if unit.format.exact else unit.index
+            for piece in _pieces(unit):
+                order += piece.index
+                made.append(self._unit(piece, given, offsets.get(unit.format, 0)))
+        return format.block, made, [order.index(k) for k in range(len(moments))], inexact
+
+    def _unit(self, unit: Unit, given: dict[Part, tuple[int, float]], offset: int) -> tuple:
+        """A unit's functions, and column, dtype and filling of each of its tensors."""
+        tensors = []
+        for part in unit.parts:
+            column, pad = given[part]
+            dtype = part.dtype or torch.float32  # which elements are computed in
+            filling = float(pad) if dtype.is_floating_point else int(pad)
+            tensors.append((column, number_of(dtype), filling))
+        elements, per_block = unit.split(tensors)
+        module = f"format_{self.used.index(unit.format)}"
+        # Without scales there is no function of them to call; another name stands in its place.
+        names = ("decode", "scales" if per_block else "decode", "encode")
+        signed = tuple(moment.signed for moment in unit.moments)
+        functions = tuple(f"{module}.{name}" for name in names)
+        return functions, signed, unit.format.exact, unit.index, elements, per_block, offset
+
+    def _formats(self) -> str:
+        at, offsets = 0, {}
+        for format, table in _with_tables(self.rule, self.formats, self.ptx, torch.device("cpu")):
+            offsets[format] = at
+            at += len(table)
+        return _tuple([self._format(format, offsets) for format in self.formats])
+
+    def _rule(self, functions: list[RuleFunction], writes: bool) -> tuple[str, list[str]]:
+        """Source of what `passes.read` needs of a rule, and names of the values that it gives.
+
+        With `direction` among the functions those that it gives come last.
+        """
+        scalars = element_scalars(self.rule, functions)
+        if writes:
+            scalars += [name for name in ("shrink", "rate") if name not in scalars]
+        literals = _literals(self.rule)
+        names = [*scalars, "p", "g", *self.keys]
+        wanted = {read for fn in functions for read in reads(fn)}
+        loads = writes or "p" in wanted, "g" in wanted, writes or bool(wanted & set(self.keys))
+        direction = self.rule.direction if self.rule.direction in functions else None
+        called = self._call(direction, names) if direction else "()"
+        columns = [(self._float(x), x in literals, literals.get(x, 0.0)) for x in scalars]
+        rule = (self.stride, self.widths[1], columns, loads, called, self.ptx)
+        return _tuple(rule), names + list(direction.gives if direction else ())
+
+    @staticmethod
+    def _call(fn: RuleFunction, names: list[str], *more: object) -> str:
+        return _tuple([fn.__name__, [names.index(x) for x in reads(fn)], len(fn.gives), *more])
+
+    def _reduction(self, name: str, terms: RuleFunction) -> str:
+        """The kernel that sums the terms of a function over each tile."""
+        functions = [terms, self.rule.direction] if "u" in reads(terms) else [terms]
+        rule, names = self._rule(functions, False)
+        # Bad gradients make the norm that clips them bad, which is what they are left out by.
+        call = self._call(terms, names, terms is not gradient_square)
+        return REDUCE.format(name=name, rule=rule, terms=call, formats=self._formats())
+
+    def _update(self) -> str:
+        """The kernel that writes parameters and moments."""
+        rule, names = self._rule([self.rule.direction], True)
+        last = {name: i for i, name in enumerate(names)}  # new moments follow the old
+        moments = [last[key] for key in self.keys]
+        writes = _tuple([last["u"], last["shrink"], last["rate"], moments])
+        return UPDATE.format(
+            width=self.widths[1], rule=rule, writes=writes, formats=self._formats()
+        )

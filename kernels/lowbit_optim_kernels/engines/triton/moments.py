@@ -1,0 +1,94 @@
+"""How a tile's moments are read and written, whatever their formats, in Triton."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from .primitives import abs, finite
+from .tiles import load, operand, pointer, store
+
+P_TYPE, G_TYPE, FORMAT, WHOLE, ALIGN, PIECE = (tl.constexpr(i) for i in range(6))  # of a kind
+BLOCK, UNITS, ORDER, INEXACT = (tl.constexpr(i) for i in range(4))  # of a format
+# Of a unit, of each of its tensors, and of its format's functions.
+CODEC, SIGNED, EXACT, INDEX, ELEMENTS, PER_BLOCK, TABLE = (tl.constexpr(i) for i in range(7))
+COLUMN, TYPE, PAD = (tl.constexpr(i) for i in range(3))
+DECODE, SCALES, ENCODE = (tl.constexpr(i) for i in range(3))
+
+
+@triton.jit
+def pick(values, INDICES: tl.constexpr):
+    """The values of these indices, as a tuple."""
+    out = ()
+    for i in tl.static_range(len(INDICES)):
+        out = out + (values[INDICES[i]],)
+    return out
+
+
+@triton.jit
+def read_unit(row_at, tables, base, at, block, inside, mask,
+              UNIT: tl.constexpr, KINDS: tl.constexpr, KIND: tl.constexpr,
+              PTX: tl.constexpr):  # fmt: skip
+    """The moments of a unit, and the addresses of its tensors, per element and per block."""
+    elements, scales, element_at, scale_at = (), (), (), ()
+    for k in tl.static_range(len(UNIT[ELEMENTS])):
+        here = operand(
+            row_at, base, at, UNIT[ELEMENTS][k][COLUMN], UNIT[ELEMENTS][k][TYPE], KINDS[KIND][ALIGN]
+        )
+        element_at = element_at + (here,)
+        elements = elements + (load(here, mask, UNIT[ELEMENTS][k][PAD], KINDS[KIND][WHOLE]),)
+    for k in tl.static_range(len(UNIT[PER_BLOCK])):
+        here = pointer(row_at, UNIT[PER_BLOCK][k][COLUMN], UNIT[PER_BLOCK][k][TYPE]) + block
+        scale_at = scale_at + (here,)
+        scales = scales + (load(here, inside, UNIT[PER_BLOCK][k][PAD], KINDS[KIND][WHOLE]),)
+    moments = UNIT[CODEC][DECODE](elements, scales, tables + UNIT[TABLE], UNIT[SIGNED], PTX)
+    return moments, element_at, scale_at
+
+
+@triton.jit
+def all_finite(moments):
+    """Where all moments of an element are finite.
+
+    One test serves all of them: their sum overflows only next to where one does.
+    """
+    magnitude = abs(moments[0])
+    for k in tl.static_range(1, len(moments)):
+        magnitude += abs(moments[k])
+    return finite(magnitude)
+
+
+@triton.jit
+def or_zero(moments, ok):
+    """Moments, or 0 in all of them where one is bad: that element starts again."""
+    out = ()
+    for k in tl.static_range(len(moments)):
+        out = out + (tl.where(ok, moments[k], 0.0),)
+    return out
+
+
+@triton.jit
+def write_moments(moments, element_at, scale_at, tables, inside, mask, FORMAT: tl.constexpr,
+                  PTX: tl.constexpr, WHOLE: tl.constexpr):  # fmt: skip
+    """Store new moments, given in the rule's order.
+
+    All scales come before any code, or predicates live long and are spilled into registers.
+    """
+    ok = mask
+    if len(FORMAT[INEXACT]) > 0:
+        ok = all_finite(pick(moments, FORMAT[INEXACT]))
+    kept, tops = (), ()
+    for i in tl.static_range(len(FORMAT[UNITS])):
+        values, scales = pick(moments, FORMAT[UNITS][i][INDEX]), ()
+        if not FORMAT[UNITS][i][EXACT]:
+            values = or_zero(values, ok)
+        if len(FORMAT[UNITS][i][PER_BLOCK]) > 0:
+            scales = FORMAT[UNITS][i][CODEC][SCALES](values, FORMAT[UNITS][i][SIGNED])
+        for k in tl.static_range(len(FORMAT[UNITS][i][PER_BLOCK])):
+            store(scale_at[i][k], scales[k], inside, WHOLE)
+        kept, tops = kept + (values,), tops + (scales,)
+    for i in tl.static_range(len(FORMAT[UNITS]) - 1, -1, -1):
+        for k in tl.static_range(len(FORMAT[UNITS][i][ELEMENTS]) - 1, -1, -1):
+            coded = FORMAT[UNITS][i][CODEC][ENCODE](
+                kept[i], tops[i], tables + FORMAT[UNITS][i][TABLE], k, FORMAT[UNITS][i][SIGNED], PTX
+            )
+            store(element_at[i][k], coded, mask, WHOLE)

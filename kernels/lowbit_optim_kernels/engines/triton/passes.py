@@ -1,0 +1,346 @@
+"""The passes of a step in Triton, for any rule and any formats.
+
+A program takes a tile of one tensor, so that one launch covers any number of tensors. A tile is
+TILE elements: as many blocks of its tensor's format. Tables on the device:
+
+    address   int64 (tensors, ...)   p, g, step, then columns that `plan.state_columns` deals out
+    geometry  int64 (tensors, 5)     row, blocks per row, blocks, first tile, global numel
+    hyper     fp64  (...)            hyperparameters
+    scalars   fp64  (tensors, ...)   gscale, live, then what the rule's scalar functions give
+    floats    fp32  (tensors, ...)   the same, and the hyperparameters that elements need
+    work      int32 (programs, 4)    tensor + kind * NUMBER, first block, its row, its number there
+    partial   fp32  (tiles, terms)   sums of a reduction's terms over one tile
+    tables    fp32  (...)            look-up tables of the formats, one after the other
+
+A tile is WHOLE when its blocks are full, one after the other, and at aligned addresses: it needs no
+mask. ALIGN is 16 where every block starts at a multiple of 16 elements, else 1. These two, the
+dtypes of p and g, and the format are a tile's kind. With one kind in a launch all is one function
+in the machine code. With several there is one for each: were they inlined, the compiler would give
+the tiles of all kinds one layout, and with it other accesses and another order of sums than a kind
+has alone. So a tensor's bits do not depend on its neighbours.
+
+`bindings` writes the kernels, each a call of a function here with constants: a RULE and the FORMATS
+are tuples, and what stands where in them is named below. A function of a rule or of a format is
+such a constant too. (Triton 3.7 loses the names of a NamedTuple, and no tuple can hold None: what
+is not needed is any tensor.)
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from ...plan import G, P
+from . import plan
+from .moments import (
+    ALIGN,
+    BLOCK,
+    FORMAT,
+    G_TYPE,
+    ORDER,
+    P_TYPE,
+    PIECE,
+    UNITS,
+    WHOLE,
+    pick,
+    read_unit,
+    write_moments,
+)
+from .primitives import only_finite, total, widen
+from .scalars import FIRST_TILE, GEOMETRY, GSCALE, LIVE
+from .tiles import WORK, load, narrow_to, operand, place, store
+
+NUMBER, TILE = tl.constexpr(plan.NUMBER), tl.constexpr(plan.TILE)
+P, G = tl.constexpr(P), tl.constexpr(G)  # columns of `address`
+
+# Of a rule in one pass, and of one of its functions.
+STRIDE, WIDTH, SCALARS, LOADS, DIRECTION, PTX = (tl.constexpr(i) for i in range(6))
+FUNCTION, READS, GIVES, CLEAN = (tl.constexpr(i) for i in range(4))
+U, SHRINK, RATE, MOMENTS = (tl.constexpr(i) for i in range(4))  # of what the update writes
+
+
+@triton.jit
+def call(values, CALL: tl.constexpr):
+    """What a rule's function gives for its share of the values, as a tuple."""
+    given = CALL[FUNCTION](*pick(values, CALL[READS]))
+    if CALL[GIVES] == 1:
+        return (given,)
+    else:  # noqa: RET505 (Triton takes a second return only in the other branch)
+        return given
+
+
+@triton.jit
+def tensor_and_kind(work, KINDS: tl.constexpr):
+    """A program's tensor, and the number of its tile's kind."""
+    entry = tl.load(work + WORK * tl.program_id(0))
+    if len(KINDS) == 1:
+        return entry.to(tl.int64), entry
+    else:  # noqa: RET505
+        return (entry % NUMBER).to(tl.int64), entry // NUMBER
+
+
+@triton.jit
+def skipped(t, floats, WIDTH: tl.constexpr):
+    """Whether a gradient scaler found this step to overflow."""
+    return tl.load(floats + t * WIDTH + LIVE) == 0.0
+
+
+@triton.jit
+def read(t, address, floats, tables, base, at, block, inside, mask, RULE: tl.constexpr,
+         FORMAT: tl.constexpr, KINDS: tl.constexpr, KIND: tl.constexpr,
+         SCALED: tl.constexpr):  # fmt: skip
+    """What the rule's functions may read: scalars, p, g, and moments in the rule's order.
+
+    And the addresses of p and of the tensors of each unit.
+    """
+    row_at = address + t * RULE[STRIDE]
+    row_of = floats + t * RULE[WIDTH]
+    values = ()
+    for i in tl.static_range(len(RULE[SCALARS])):
+        if RULE[SCALARS][i][1]:  # the compiler drops a multiplication by 1
+            values = values + (tl.full((), RULE[SCALARS][i][2], tl.float32),)
+        else:
+            values = values + (tl.load(row_of + RULE[SCALARS][i][0]),)
+    p_at, p, g = at, at, at
+    if RULE[LOADS][0]:
+        p_at = operand(row_at, base, at, P, KINDS[KIND][P_TYPE], KINDS[KIND][ALIGN])
+        p = widen(load(p_at, mask, 0, KINDS[KIND][WHOLE]), RULE[PTX])
+    if RULE[LOADS][1]:
+        g_at = operand(row_at, base, at, G, KINDS[KIND][G_TYPE], KINDS[KIND][ALIGN])
+        g = widen(load(g_at, mask, 0, KINDS[KIND][WHOLE]), RULE[PTX])
+        if SCALED:
+            g *= tl.load(row_of + GSCALE)
+    moments, element_at, scale_at = (), (), ()
+    if RULE[LOADS][2]:
+        for i in tl.static_range(len(FORMAT[UNITS])):
+            decoded, elements, scales = read_unit(
+                row_at,
+                tables,
+                base,
+                at,
+                block,
+                inside,
+                mask,
+                FORMAT[UNITS][i],
+                KINDS,
+                KIND,
+                RULE[PTX],
+            )
+            moments = moments + decoded
+            element_at = element_at + (elements,)
+            scale_at = scale_at + (scales,)
+        moments = pick(moments, FORMAT[ORDER])
+    return values + (p, g) + moments, p_at, element_at, scale_at
+
+
+@triton.jit
+def update_blocks(
+    t, address, geometry, work, floats, tables, piece, RULE: tl.constexpr, WRITES: tl.constexpr,
+    FORMAT: tl.constexpr, KINDS: tl.constexpr, KIND: tl.constexpr, SCALED: tl.constexpr,
+    NB: tl.constexpr,
+):  # fmt: skip
+    """Write parameters and moments of NB blocks of a tile."""
+    base, at, block, inside, mask = place(
+        t, piece, geometry, work, FORMAT[BLOCK], KINDS[KIND][WHOLE], KINDS[KIND][ALIGN], NB
+    )
+    values, p_at, element_at, scale_at = read(
+        t, address, floats, tables, base, at, block, inside, mask, RULE, FORMAT, KINDS, KIND, SCALED
+    )
+    p = values[len(RULE[SCALARS])]
+    values = values + call(values, RULE[DIRECTION])
+    new = values[WRITES[SHRINK]] * p - values[WRITES[RATE]] * values[WRITES[U]]
+    store(p_at, narrow_to(new, KINDS[KIND][P_TYPE]), mask, KINDS[KIND][WHOLE])
+    moments = pick(values, WRITES[MOMENTS])
+    write_moments(
+        moments, element_at, scale_at, tables, inside, mask, FORMAT, RULE[PTX], KINDS[KIND][WHOLE]
+    )
+
+
+@triton.jit
+def update_tile(
+    t, address, geometry, work, floats, tables, RULE: tl.constexpr, WRITES: tl.constexpr,
+    FORMAT: tl.constexpr, KINDS: tl.constexpr, KIND: tl.constexpr, SCALED: tl.constexpr,
+):  # fmt: skip
+    for piece in range(0, TILE // FORMAT[BLOCK], KINDS[KIND][PIECE]):
+        update_blocks(
+            t, address, geometry, work, floats, tables, piece, RULE, WRITES, FORMAT, KINDS, KIND,
+            SCALED,
+            KINDS[KIND][PIECE],
+        )  # fmt: skip
+
+
+@triton.jit(noinline=True)
+def called_update_tile(
+    t, address, geometry, work, floats, tables, RULE: tl.constexpr, WRITES: tl.constexpr,
+    FORMAT: tl.constexpr, KINDS: tl.constexpr, KIND: tl.constexpr, SCALED: tl.constexpr,
+):  # fmt: skip
+    update_tile(
+        t, address, geometry, work, floats, tables, RULE, WRITES, FORMAT, KINDS, KIND, SCALED
+    )
+
+
+@triton.jit
+def update(
+    t, kind, address, geometry, work, floats, tables, RULE: tl.constexpr, WRITES: tl.constexpr,
+    FORMATS: tl.constexpr, KINDS: tl.constexpr, SCALED: tl.constexpr,
+):  # fmt: skip
+    """Write the parameters and moments of a program's tile.
+
+    RULE: as `read` takes it. WRITES: where the values are that are written.
+    """
+    if len(KINDS) == 1:
+        update_tile(
+            t, address, geometry, work, floats, tables, RULE, WRITES,
+            FORMATS[KINDS[0][FORMAT]], KINDS, 0, SCALED,
+        )  # fmt: skip
+    else:
+        for i in tl.static_range(len(KINDS)):
+            if kind == i:
+                called_update_tile(
+                    t, address, geometry, work, floats, tables, RULE, WRITES,
+                    FORMATS[KINDS[i][FORMAT]], KINDS, i, SCALED,
+                )  # fmt: skip
+
+
+@triton.jit
+def terms_of_blocks(
+    t, address, geometry, work, floats, tables, piece, RULE: tl.constexpr, TERMS: tl.constexpr,
+    FORMAT: tl.constexpr, KINDS: tl.constexpr, KIND: tl.constexpr, SCALED: tl.constexpr,
+    NB: tl.constexpr,
+):  # fmt: skip
+    """The terms of a sum for each element of NB blocks, and where elements are."""
+    base, at, block, inside, mask = place(
+        t, piece, geometry, work, FORMAT[BLOCK], KINDS[KIND][WHOLE], KINDS[KIND][ALIGN], NB
+    )
+    values, _p_at, _element_at, _scale_at = read(
+        t, address, floats, tables, base, at, block, inside, mask, RULE, FORMAT, KINDS, KIND, SCALED
+    )
+    if len(RULE[DIRECTION]) > 0:
+        values = values + call(values, RULE[DIRECTION])
+    return call(values, TERMS), mask
+
+
+@triton.jit
+def clean(term, mask, CLEAN: tl.constexpr, WHOLE: tl.constexpr):
+    """What counts of a term: finite numbers, within the tensor."""
+    if CLEAN:
+        term = only_finite(term)
+    if not WHOLE:
+        term = tl.where(mask, term, 0.0)
+    return term
+
+
+@triton.jit
+def sums_of_blocks(terms, mask, CLEAN: tl.constexpr):
+    """The sums of some blocks: of a single one in a tensor of size 1."""
+    cleaned, out = (), ()
+    for i in tl.static_range(len(terms)):
+        cleaned = cleaned + (clean(terms[i], mask, CLEAN, False),)
+    for i in tl.static_range(len(terms)):
+        by_block = tl.sum(cleaned[i], 1)
+        out = out + (by_block if by_block.shape[0] == 1 else tl.sum(by_block, 0),)
+    return out
+
+
+@triton.jit
+def put(sums, of_piece, here):
+    """The sums of a tile's pieces, with those of one of them where `here`."""
+    out = ()
+    for i in tl.static_range(len(sums)):
+        out = out + (tl.where(here, of_piece[i], sums[i]),)
+    return out
+
+
+@triton.jit
+def sum_tile(
+    t, address, geometry, work, floats, tables, partial, RULE: tl.constexpr, TERMS: tl.constexpr,
+    FORMAT: tl.constexpr, KINDS: tl.constexpr, KIND: tl.constexpr, SCALED: tl.constexpr,
+):  # fmt: skip
+    """Sum terms over a tile; an unaligned one piece by piece, as its update does."""
+    NB: tl.constexpr = TILE // FORMAT[BLOCK]
+    PIECES: tl.constexpr = NB // KINDS[KIND][PIECE]
+    if KINDS[KIND][ALIGN] == 1:
+        sums = ()
+        for _ in tl.static_range(TERMS[GIVES]):
+            sums = sums + (tl.zeros([PIECES], tl.float32),)
+        for piece in range(0, NB, KINDS[KIND][PIECE]):
+            terms, mask = terms_of_blocks(
+                t, address, geometry, work, floats, tables, piece, RULE, TERMS, FORMAT, KINDS, KIND,
+                SCALED, KINDS[KIND][PIECE],
+            )  # fmt: skip
+            of_piece = sums_of_blocks(terms, mask, TERMS[CLEAN])
+            sums = put(sums, of_piece, tl.arange(0, PIECES) == piece // KINDS[KIND][PIECE])
+        sums_at = partial_at(t, geometry, work, partial, NB, TERMS[GIVES])
+        for i in tl.static_range(TERMS[GIVES]):
+            tl.store(sums_at + i, tl.sum(sums[i], 0))
+    else:
+        terms, mask = terms_of_blocks(
+            t,
+            address,
+            geometry,
+            work,
+            floats,
+            tables,
+            0,
+            RULE,
+            TERMS,
+            FORMAT,
+            KINDS,
+            KIND,
+            SCALED,
+            NB,
+        )
+        sums_at = partial_at(t, geometry, work, partial, NB, TERMS[GIVES])
+        for i in tl.static_range(TERMS[GIVES]):
+            tl.store(sums_at + i, total(clean(terms[i], mask, TERMS[CLEAN], KINDS[KIND][WHOLE])))
+
+
+@triton.jit
+def partial_at(t, geometry, work, partial, NB: tl.constexpr, TERMS: tl.constexpr):
+    """Where a program's sums go."""
+    tile = tl.load(geometry + t * GEOMETRY + FIRST_TILE)
+    tile += tl.load(work + WORK * tl.program_id(0) + 1) // NB
+    return partial + tile * TERMS
+
+
+@triton.jit(noinline=True)
+def called_sum_tile(
+    t, address, geometry, work, floats, tables, partial, RULE: tl.constexpr, TERMS: tl.constexpr,
+    FORMAT: tl.constexpr, KINDS: tl.constexpr, KIND: tl.constexpr, SCALED: tl.constexpr,
+):  # fmt: skip
+    sum_tile(
+        t,
+        address,
+        geometry,
+        work,
+        floats,
+        tables,
+        partial,
+        RULE,
+        TERMS,
+        FORMAT,
+        KINDS,
+        KIND,
+        SCALED,
+    )
+
+
+@triton.jit
+def reduce(
+    address, geometry, work, floats, tables, partial, RULE: tl.constexpr,
+    TERMS: tl.constexpr, FORMATS: tl.constexpr, KINDS: tl.constexpr, SCALED: tl.constexpr,
+):  # fmt: skip
+    """Sum the terms of a phase over a program's tile."""
+    t, kind = tensor_and_kind(work, KINDS)
+    if len(KINDS) == 1:
+        sum_tile(
+            t, address, geometry, work, floats, tables, partial, RULE, TERMS,
+            FORMATS[KINDS[0][FORMAT]], KINDS, 0, SCALED,
+        )  # fmt: skip
+    else:
+        for i in tl.static_range(len(KINDS)):
+            if kind == i:
+                called_sum_tile(
+                    t, address, geometry, work, floats, tables, partial, RULE, TERMS,
+                    FORMATS[KINDS[i][FORMAT]], KINDS, i, SCALED,
+                )  # fmt: skip

@@ -1,0 +1,23 @@
+"""The format `float32` in Triton: moments as they are computed."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+SEPARATE = True
+
+
+@triton.jit
+def decode(moments, scales, tables, SIGNED: tl.constexpr, PTX: tl.constexpr):
+    return moments
+
+
+@triton.jit
+def encode(moments, scales, tables, K: tl.constexpr, SIGNED: tl.constexpr, PTX: tl.constexpr):
+    return moments[K]
+
+
+def table(ptx: bool, device: torch.device) -> None:
+    """There is nothing to look up."""

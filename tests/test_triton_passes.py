@@ -1,0 +1,192 @@
+"""The Triton engine steps state formats that it knows nothing of, here by its interpreter."""
+
+import math
+from dataclasses import dataclass, replace
+
+import pytest
+import torch
+
+import lowbit_optim
+
+pytest.importorskip("triton", reason="the Triton engine needs the triton package")
+
+import triton
+import triton.language as tl
+
+from lowbit_optim_kernels import formats
+from lowbit_optim_kernels.formats import Format, Part
+from lowbit_optim_kernels.formats.dynamic8 import DYNAMIC8
+from lowbit_optim_kernels.formats.float32 import FLOAT32
+
+pytestmark = pytest.mark.gpu
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+SHAPES = [(64, 147), (3, 300), (257,), (5,), (2048 + 64,)]
+FEW = SHAPES[1:]
+TOP = tl.constexpr(127.0)
+
+
+# A format for Triton is a module with these functions, and this one is such a module.
+
+
+@triton.jit
+def decode(codes, scales, tables, SIGNED: tl.constexpr, PTX: tl.constexpr):
+    moments = ()
+    for k in tl.static_range(len(SIGNED)):
+        moments = moments + (codes[k].to(tl.float32) * scales[k][:, None],)  # noqa: RUF005
+    return moments
+
+
+@triton.jit
+def scales(moments, SIGNED: tl.constexpr):
+    tops = ()
+    for k in tl.static_range(len(SIGNED)):
+        tops = tops + (tl.max(tl.abs(moments[k]), 1) / TOP,)  # noqa: RUF005
+    return tops
+
+
+@triton.jit
+def encode(moments, scales, tables, K: tl.constexpr, SIGNED: tl.constexpr, PTX: tl.constexpr):
+    scale = tl.where(scales[K] > 0.0, scales[K], 1.0)[:, None]
+    return tl.floor(moments[K] / scale + 0.5).to(tl.int8)
+
+
+def table(ptx, device):
+    return None
+
+
+@dataclass(frozen=True)
+class Linear8(Format):
+    """Multiples of a scale per block, all moments handed over at once."""
+
+    name: str
+    block: int
+    bits: int = 8
+    numba: str = ""
+    triton: str = __name__
+
+    def parts(self, moments):
+        codes = (Part(f"{moment.key}_int8", torch.int8) for moment in moments)
+        return (*codes, *(Part(f"{m.key}_scale", torch.float32, True) for m in moments))
+
+    def encode(self, moments, values):
+        scales = [x.abs().amax(-1, keepdim=True) / 127.0 for x in values]
+        pairs = zip(values, scales, strict=True)
+        codes = [torch.floor(x / torch.where(s > 0, s, 1.0) + 0.5).to(torch.int8) for x, s in pairs]
+        return [*codes, *(scale.float() for scale in scales)]
+
+    def decode(self, moments, stored, dtype):
+        codes, scales = stored[: len(moments)], stored[len(moments) :]
+        return [c.to(dtype) * s.to(dtype) for c, s in zip(codes, scales, strict=True)]
+
+
+@pytest.fixture(params=[64, 256])
+def linear8(request, monkeypatch):
+    format = Linear8(f"linear8_{request.param}", request.param)
+    monkeypatch.setitem(formats.FORMATS, format.name, format)
+    return format
+
+
+def steps(engine, format, cls="AdamW8bit", shapes=SHAPES, choose=None, monkeypatch=None):
+    """Parameters and states on the CPU after two steps; `choose` gives a parameter's format."""
+    device = DEVICE if engine == "triton" else "cpu"
+    generators = [torch.Generator().manual_seed(math.prod(shape)) for shape in shapes]
+    pairs = list(zip(shapes, generators, strict=True))
+    params = [torch.nn.Parameter(torch.randn(s, generator=g).to(device)) for s, g in pairs]
+    with lowbit_optim.use_engine(engine):
+        optimizer = getattr(lowbit_optim, cls)(params, min_8bit_size=1)
+        optimizer.param_groups[0]["state_format"] = format.name
+        if choose is not None:
+            monkeypatch.setattr(optimizer, "_format", lambda p, group: choose(p))
+        for _ in range(2):
+            for p, generator in zip(params, generators, strict=True):
+                p.grad = torch.randn(p.shape, generator=generator).to(device)
+            optimizer.step()
+    states = [{k: v.cpu() for k, v in optimizer.state[p].items()} for p in params]
+    kinds = [cache["plan"].kinds for cache in optimizer._caches.values() if "plan" in cache]
+    return [p.detach().cpu() for p in params], states, [kind[2] for each in kinds for kind in each]
+
+
+def assert_as_on_torch(got, want):
+    for p, q, state, other in zip(got[0], want[0], got[1], want[1], strict=True):
+        assert state.keys() == other.keys()
+        torch.testing.assert_close(p, q, rtol=1e-4, atol=1e-5)
+        for key, x in state.items():
+            y = other[key]
+            assert (x.shape, x.dtype) == (y.shape, y.dtype), key
+            if x.dtype in (torch.int8, torch.uint8):
+                off = (x.int() - y.int()).abs()
+                assert off.max() <= 1, key
+                assert (off > 0).float().mean() <= 0.01, key
+            else:
+                torch.testing.assert_close(x, y, rtol=1e-5, atol=1e-7)
+
+
+def test_a_format_of_any_block_is_as_on_torch(linear8):
+    got = steps("triton", linear8)
+    assert set(got[2]) == {linear8}
+    assert "exp_avg_int8" in got[1][0]
+    assert got[1][2]["exp_avg_scale"].shape == (-(-257 // linear8.block),)
+    assert_as_on_torch(got, steps("torch", linear8))
+
+
+@pytest.mark.parametrize("last", [True, False])
+def test_one_moment_may_stay_exact(linear8, last, monkeypatch):
+    """Beside a coded one, whichever comes first."""
+    original = lowbit_optim.AdamW._rule
+
+    def rule(self, group):
+        found = original(self, group)
+        first, second = found.moments
+        exact = (
+            (first, replace(second, exact=True)) if last else (replace(first, exact=True), second)
+        )
+        return replace(found, moments=exact)
+
+    monkeypatch.setattr(lowbit_optim.AdamW, "_rule", rule)
+    for format in (linear8, DYNAMIC8):
+        got = steps("triton", format, shapes=FEW)
+        kept, coded = ("exp_avg_sq", "exp_avg")[:: 1 if last else -1]
+        assert got[1][0][kept].dtype == torch.float32
+        assert f"{kept}_scale" not in got[1][0]
+        assert coded not in got[1][0] or got[1][0][coded].dtype == torch.uint8
+        assert_as_on_torch(got, steps("torch", format, shapes=FEW))
+
+
+def test_formats_of_several_blocks_share_a_launch(linear8, monkeypatch):
+    """And each tensor comes out as it does alone."""
+    of = {257: DYNAMIC8, 900: FLOAT32, 5: DYNAMIC8}
+    choose = lambda p: of.get(p.numel(), linear8)  # noqa: E731
+    got = steps("triton", linear8, "LAMB8bit", FEW, choose, monkeypatch)
+    assert set(got[2]) == {linear8, DYNAMIC8, FLOAT32}
+    assert_as_on_torch(got, steps("torch", linear8, "LAMB8bit", FEW, choose, monkeypatch))
+    for shape, p, state in zip(FEW, *got[:2], strict=True):
+        (q,), (other,), _ = steps("triton", linear8, "LAMB8bit", [shape], choose, monkeypatch)
+        assert torch.equal(p, q)
+        assert all(torch.equal(state[key], other[key]) for key in other)
+
+
+def test_whole_tensors_are_coded_by_torch_without_functions_of_the_formats_own(linear8):
+    from lowbit_optim_kernels.engines.triton import engine
+    from lowbit_optim_kernels.formats.layout import Layout
+    from lowbit_optim_kernels.rules.adam import ADAM
+
+    (unit,) = formats.units(ADAM, linear8)
+    layout = Layout.of((3, 300), linear8.block)
+    values = [torch.randn(3, 300, device=DEVICE) for _ in ADAM]
+    stored = [
+        torch.empty(part.shape((3, 300), linear8.block), dtype=part.dtype, device=DEVICE)
+        for part in unit.parts
+    ]
+    engine.encode(unit, values, layout, stored)
+    out = [torch.empty_like(x) for x in values]
+    engine.decode(unit, stored, layout, out)
+    for x, y in zip(values, out, strict=True):
+        assert (x - y).abs().max() <= x.abs().max() / 250
+
+
+def test_a_block_that_does_not_fit_a_tile_is_refused():
+    from lowbit_optim_kernels.engines.triton import plan
+
+    with pytest.raises(ValueError, match="blocks of 4096"):
+        plan.blocks_of_tile(Linear8("huge", 4096))
