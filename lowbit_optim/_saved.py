@@ -71,7 +71,9 @@ def check(saved: Mapping[str, Any], p: Tensor, unit: Unit) -> None:
     check_shapes(saved, p, unit)
     for part in unit.parts:
         value = saved[part.key]
-        require_dense(part.key, value, (part.dtype,) if part.dtype == torch.uint8 else REAL)
+        require_dense(
+            part.key, value, REAL if part.dtype is None or part.per_block else (part.dtype,)
+        )
         if part.per_block and not bool(((value >= 0) & value.isfinite()).all()):
             raise ValueError(f"{part.key!r} has scales that are negative or not finite")
     if unit.format.exact:
@@ -89,13 +91,12 @@ def check_shapes(saved: Mapping[str, Any], p: Tensor, unit: Unit) -> None:
                 needed = f"{wanted} is needed for a parameter of {tuple(p.shape)}"
                 raise ValueError(f"{part.key} has shape {got!r}, {needed}")
             raise ValueError(f"{part.key!r} has shape {got!r}, its parameter {tuple(p.shape)}")
-        coded = not value.is_floating_point() and not value.is_complex()
-        if coded and part.dtype != torch.uint8:
+        if part.dtype is None and not (value.is_floating_point() or value.is_complex()):
             raise ValueError(
                 f"{part.key!r} is {value.dtype} and its scales {_scales_of(part.key)} are missing; "
                 f"state formats that are known here: {', '.join(FORMATS)}"
             )
-        if not coded and part.dtype == torch.uint8:
+        if part.dtype is not None and not part.per_block and value.dtype in REAL:
             scales = ", ".join(other.key for other in unit.parts if other.per_block)
             raise ValueError(f"{part.key!r} is {value.dtype} and its scales {scales} are present")
 

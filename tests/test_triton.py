@@ -18,8 +18,8 @@ pytest.importorskip("triton", reason="the Triton engine needs the triton package
 
 from lowbit_optim_kernels import formats
 from lowbit_optim_kernels.engines.triton import engine as engine_triton
-from lowbit_optim_kernels.engines.triton import passes
 from lowbit_optim_kernels.engines.triton import plan as triton_plan
+from lowbit_optim_kernels.engines.triton import tiles
 from lowbit_optim_kernels.formats.dynamic8 import triton_tables
 
 pytestmark = pytest.mark.gpu  # `make gpu-check` runs these tests too
@@ -186,7 +186,8 @@ def step_groups(variant, groups):
                 optimizer.found_inf = found_inf
                 optimizer.step()
     states = {p: state for optimizer in optimizers for p, state in optimizer.state.items()}
-    kinds = [len(cache["plan"].kinds) for o in optimizers for cache in o._caches.values()]
+    plans = [plan for optimizer in optimizers for plan in optimizer.plans.values()]
+    kinds = [len(batch.tables.kinds) for plan in plans for batch in plan.batches]
     return params, [states[p] for p in params], kinds
 
 
@@ -263,6 +264,12 @@ def test_one_line_per_cell_hits_every_midpoint(signed, up):
         np.testing.assert_array_equal(codes, reference_codec.nearest(x, signed))
 
 
+def tables_of(optimizer):
+    (plan,) = optimizer.plans.values()
+    (batch,) = plan.batches
+    return batch.tables
+
+
 def plan_of(shapes, bits=8, dtype=torch.float32):
     """The plan that a step of AdamW builds."""
     params = [torch.nn.Parameter(torch.ones(shape, dtype=dtype, device=DEVICE)) for shape in shapes]
@@ -271,14 +278,13 @@ def plan_of(shapes, bits=8, dtype=torch.float32):
     with lowbit_optim.use_engine("triton"):
         optimizer = build("AdamW", params, bits)
         optimizer.step()
-        (cache,) = optimizer._caches.values()
-        first = cache["plan"]
+        first = tables_of(optimizer)
         optimizer.step()
-        assert cache["plan"] is first, "the plan is built once"
+        assert tables_of(optimizer) is first, "the tables are built once"
         for p in params:
             p.grad = torch.ones_like(p)
         optimizer.step()
-        assert cache["plan"] is first, "new gradients need new addresses only"
+        assert tables_of(optimizer) is first, "new gradients need new addresses only"
     return first
 
 
@@ -317,7 +323,7 @@ def test_every_kind_has_a_number():
 
 def test_offsets_are_64_bit():
     """Tile 2**21 + 1 starts at element 2**32 + 2048; a table of that many tiles is cheap."""
-    source = inspect.getsource(passes)
+    source = inspect.getsource(tiles)
     assert "first.to(tl.int64) * BLOCK" in source
     assert "line = tl.load(work + WORK * program + 2).to(tl.int64)" in source
 
@@ -333,12 +339,9 @@ def test_capture_without_a_plan_says_what_to_do(monkeypatch):
         build("AdamW", [p], 8).step()
 
 
-def test_new_gradients_are_read_where_they_lie(monkeypatch):
+def test_new_gradients_are_read_where_they_lie():
     """Only their addresses are sent; one at another alignment takes another kernel."""
-    looked = []
-    key = triton_plan._key
-    monkeypatch.setattr(triton_plan, "_key", lambda *args: looked.append(1) or key(*args))
-    results, counts = {}, []
+    results, reused = {}, []
     for engine in ("triton", "torch"):
         generator = torch.Generator().manual_seed(0)
         device = DEVICE if engine == "triton" else "cpu"
@@ -353,10 +356,11 @@ def test_new_gradients_are_read_where_they_lie(monkeypatch):
                     memory = torch.empty(p.numel() + 4, device=device)
                     p.grad = memory[shift : shift + p.numel()].view(p.shape)
                     p.grad.copy_(torch.randn(p.shape, generator=generator))
-                before = len(looked)
                 optimizer.step()
-                counts.append(len(looked) - before)
+                reused += [
+                    batch.reused for plan in optimizer.plans.values() for batch in plan.batches
+                ]
         results[engine] = [p.detach().cpu() for p in params]
-    assert counts[:5] == [2, 0, 2, 0, 2]
+    assert reused[:5] == [False, True, False, True, False]
     for p, q in zip(results["triton"], results["torch"], strict=True):
         assert cases.distance(p, q) < 1e-4

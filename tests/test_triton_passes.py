@@ -103,7 +103,8 @@ def steps(engine, format, cls="AdamW8bit", shapes=SHAPES, choose=None, monkeypat
                 p.grad = torch.randn(p.shape, generator=generator).to(device)
             optimizer.step()
     states = [{k: v.cpu() for k, v in optimizer.state[p].items()} for p in params]
-    kinds = [cache["plan"].kinds for cache in optimizer._caches.values() if "plan" in cache]
+    batches = [batch for plan in optimizer.plans.values() for batch in plan.batches]
+    kinds = [batch.tables.kinds for batch in batches if batch.engine == "triton"]
     return [p.detach().cpu() for p in params], states, [kind[2] for each in kinds for kind in each]
 
 

@@ -28,7 +28,7 @@ from ...rules import Rule
 from .. import torch as torch_engine
 from . import bindings
 from . import plan as triton_plan
-from .plan import DTYPES, LANES, Kind, Plan
+from .plan import LANES, Kind, Plan
 from .primitives import INTERPRETED
 from .scalars import add_up, clip
 
@@ -116,12 +116,9 @@ class TritonRun:
     """A step of one batch; see `plan.Run`."""
 
     def __init__(self, batch: Batch) -> None:
-        for slot in batch.slots:
-            if slot.g.dtype not in DTYPES:
-                slot.g = slot.g.float()
         self.batch, self.rule = batch, batch.rule
         self.phases = phase_count(batch)
-        self.device = batch.slots[0].p.device
+        self.device = batch.device
         self.ptx = takes_ptx(self.device)
         self.scaled = batch.maximize or batch.grad_scale is not None or clips(batch)
         with _on(self.device):

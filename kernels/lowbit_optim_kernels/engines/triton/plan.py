@@ -19,7 +19,7 @@ from torch import Tensor
 
 from ...codegen.analysis import element_functions, element_scalars, hyper_names
 from ...formats import Format, units
-from ...plan import STATE, Batch, G, P, Slot, address_columns
+from ...plan import ALIGNMENT, Batch, G, Slot, address_columns
 from ...rules import Moment, Rule
 
 # Elements per program, on 4 warps: 16 a thread. With twice as many AdamW8bit takes 3 % fewer
@@ -53,7 +53,6 @@ class Plan:
         spare: pinned memory for captures.
     """
 
-    key: tuple
     kinds: tuple[Kind, ...]
     constants: dict[str, Any]
     work: Tensor
@@ -75,15 +74,6 @@ class Plan:
 _hyper_names = cache(hyper_names)
 
 
-def _key(slot: Slot, row: list[int], moments: int) -> tuple:
-    """What decides which kernels take a slot, and how it is cut into tiles."""
-    low = row[P] | row[G]
-    for address in row[STATE : STATE + moments]:
-        low |= address
-    aligned = low % 16 == 0
-    return slot.p.dtype, slot.g.dtype, slot.format, aligned, slot.rows, slot.row, slot.numel
-
-
 def _capturing(device: torch.device) -> bool:
     return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
@@ -95,31 +85,21 @@ def current(batch: Batch) -> Plan:
         RuntimeError: when a CUDA graph is being captured and there is no plan yet, or when as many
             as there is pinned memory for were captured since the last step.
     """
-    device = batch.slots[0].p.device
-    plan: Plan | None = batch.cache.get("plan")
-    switches = (batch.maximize, batch.grad_scale is None, batch.found_inf is None)
-    common = (batch.rule, batch.percentile, switches)
-    pointers = _with_new_gradients(plan, batch) if plan and plan.key[:-1] == common else None
-    if plan is not None and pointers is not None:
-        key = plan.key
-    else:
-        moments = len(batch.rule.moments)
-        rows = [slot.addresses(batch.rule.moments) for slot in batch.slots]
-        keys = [_key(slot, row, moments) for slot, row in zip(batch.slots, rows, strict=True)]
-        key, pointers = (*common, keys), [address for row in rows for address in row]
-    capturing = _capturing(device)
-    if plan is None or plan.key != key:
+    capturing = _capturing(batch.device)
+    if batch.tables is None:
         if capturing:
             raise RuntimeError(
                 "this optimizer step cannot be captured in a CUDA graph yet: take at least one "
                 "step with the same parameters, gradients and options before the capture, so that "
                 "its state and launch tables exist and its kernels are compiled"
             )
-        plan = batch.cache["plan"] = _make(batch, key)
+        batch.tables = _make(batch)
+    plan: Plan = batch.tables
+    pointers = _pointers(plan, batch)
     if capturing:
         plan = _for_graph(plan)
-        batch.cache.setdefault("captured", []).append(plan)  # a graph reads its tables
-    elif device.type == "cuda":
+        batch.captured.append(plan)
+    elif batch.device.type == "cuda":
         while len(plan.spare) < SPARE:
             plan.spare.append((_pinned_like(plan.address), _pinned_like(plan.hyper)))
     _send_addresses(plan, pointers)
@@ -127,17 +107,12 @@ def current(batch: Batch) -> Plan:
     return plan
 
 
-def _with_new_gradients(plan: Plan, batch: Batch) -> list[int] | None:
-    """The plan's addresses with this step's gradients, if nothing else is new; else None."""
-    if not batch.again or not plan.pointers:
-        return None
-    every = slice(G, None, address_columns(batch.rule.moments))
-    gradients = [slot.g.data_ptr() for slot in batch.slots]
-    before = plan.pointers[every]
-    if any((old ^ new) % 16 for old, new in zip(before, gradients, strict=True)):
-        return None  # another alignment takes other kernels
+def _pointers(plan: Plan, batch: Batch) -> list[int]:
+    """The rows of the address table, one after the other."""
+    if not batch.reused or not plan.pointers:
+        return [address for row in batch.addresses for address in row]
     pointers = list(plan.pointers)
-    pointers[every] = gradients
+    pointers[G :: len(batch.addresses[0])] = [row[G] for row in batch.addresses]
     return pointers
 
 
@@ -219,27 +194,26 @@ def _has_scales(moments: tuple[Moment, ...], format: Format) -> bool:
     return any(part.per_block for unit in units(moments, format) for part in unit.parts)
 
 
-def _shape(key: tuple, moments: tuple[Moment, ...]) -> tuple[int, ...]:
+def _shape(slot: Slot, aligned: bool, moments: tuple[Moment, ...]) -> tuple[int, ...]:
     """Row, blocks per row, blocks, tiles, of these whole, and alignment of the blocks.
 
     Whole blocks in rows, and state without scales, whose blocks mean nothing, count as one row.
     """
-    *_, format, aligned, rows, row, _ = key
+    format, rows, row = slot.format, slot.rows, slot.row
     block, in_tile = format.block, blocks_of_tile(format)
     if row % block == 0 or not _has_scales(moments, format):
         rows, row = 1, rows * row
     per_row = -(-row // block)
     blocks = rows * per_row
     whole = row // block // in_tile if rows == 1 and aligned else 0
-    align = 16 if aligned and row % 16 == 0 else 1
+    align = ALIGNMENT if aligned and row % ALIGNMENT == 0 else 1
     return row, per_row, blocks, -(-blocks // in_tile), whole, align
 
 
-def _make(batch: Batch, key: tuple) -> Plan:
-    slots, device = batch.slots, batch.slots[0].p.device
-    keys = key[-1]
-    moments = batch.rule.moments
-    shapes = np.array([_shape(k, moments) for k in keys], dtype=np.int64)
+def _make(batch: Batch) -> Plan:
+    slots, device, moments = batch.slots, batch.device, batch.rule.moments
+    pairs = zip(slots, batch.aligned, strict=True)
+    shapes = np.array([_shape(slot, is_so, moments) for slot, is_so in pairs], dtype=np.int64)
     row, per_row, blocks, tiles, whole, align = shapes.T
     starts = np.cumsum(tiles) - tiles
     numel = np.array([slot.numel for slot in slots], dtype=np.int64)
@@ -251,9 +225,8 @@ def _make(batch: Batch, key: tuple) -> Plan:
     def zeros(*shape: int, dtype: torch.dtype = torch.float64) -> Tensor:
         return torch.zeros(shape, dtype=dtype, device=device)
 
-    kinds, work = _deal(keys, tiles, whole, align, per_row)
+    kinds, work = _deal(slots, tiles, whole, align, per_row)
     return Plan(
-        key=key,
         kinds=kinds,
         constants=constants(kinds),
         work=torch.from_numpy(work).to(device),
@@ -313,15 +286,16 @@ def constants(kinds: tuple[Kind, ...]) -> dict[str, Any]:
 
 
 def _deal(
-    keys: list[tuple], tiles: np.ndarray, whole: np.ndarray, align: np.ndarray, per_row: np.ndarray
+    slots: list[Slot], tiles: np.ndarray, whole: np.ndarray, align: np.ndarray, per_row: np.ndarray
 ) -> tuple[tuple[Kind, ...], np.ndarray]:
     """A program for every tile of every tensor, by kind, and the kinds."""
     members: dict[Kind, list[int]] = {}
-    for i, (p, g, format, *_) in enumerate(keys):
+    for i, slot in enumerate(slots):
+        stored = slot.p.dtype, slot.g.dtype, slot.format
         if whole[i]:
-            members.setdefault((p, g, format, True, 16), []).append(i)
+            members.setdefault((*stored, True, ALIGNMENT), []).append(i)
         if whole[i] < tiles[i]:
-            members.setdefault((p, g, format, False, int(align[i])), []).append(i)
+            members.setdefault((*stored, False, int(align[i])), []).append(i)
     kinds = tuple(sorted(members, key=_order))
     work = []
     for number, kind in enumerate(kinds):
