@@ -98,7 +98,8 @@ class Batch:
         reused: whether nothing is new since the last step beside values, and the gradients'
             addresses; otherwise every address may be.
         captured: tables that CUDA graphs read for as long as they are replayed.
-        addresses: the rows of a compiled engine's address table.
+        addresses: the rows of a compiled engine's address table, when the tables were made.
+        gradient_addresses: the gradients', in a step that reuses the tables.
         aligned: whether vectors of a slot's elements can be read and written at once.
         key: all that the engine's tables depend on beside addresses.
     """
@@ -116,6 +117,7 @@ class Batch:
     reused: bool = False
     captured: list[Any] = field(default_factory=list)
     addresses: list[list[int]] = field(default_factory=list)
+    gradient_addresses: list[int] = field(default_factory=list)
     aligned: list[bool] = field(default_factory=list)
     key: tuple = ()
 
@@ -141,11 +143,9 @@ class Batch:
 
     def take_gradients(self, gradients: list[Tensor], addresses: list[int]) -> None:
         """Go on with new gradients of the same kind."""
-        self.reused = True
-        for slot, g, row, address in zip(
-            self.slots, gradients, self.addresses, addresses, strict=True
-        ):
-            slot.g, row[G] = g, address
+        self.reused, self.gradient_addresses = True, addresses
+        for slot, g in zip(self.slots, gradients, strict=True):
+            slot.g = g
 
 
 class Run(Protocol):

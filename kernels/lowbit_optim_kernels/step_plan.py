@@ -13,7 +13,6 @@ from itertools import chain
 from operator import eq, is_
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from .plan import ALIGNMENT, Batch
@@ -25,19 +24,25 @@ def _same_objects(a: Iterable[Any], b: Sequence[Any]) -> bool:
     return len(a) == len(b) and all(map(is_, a, b))
 
 
-def _columns(gradients: Sequence[Tensor], addresses: Sequence[int]) -> Iterator[list]:
-    """All that decides how gradients are read; layouts first, as a sparse one has no strides."""
+def _columns(gradients: Sequence[Tensor]) -> Iterator[list]:
+    """What decides how gradients are read, but their addresses.
+
+    Layouts come first, as a sparse one has neither strides nor an address.
+    """
     yield [g.layout for g in gradients]
     yield [g.dtype for g in gradients]
     yield [g.device for g in gradients]
     yield [g.shape for g in gradients]
     yield [g.is_contiguous() for g in gradients]
     yield [g.is_neg() for g in gradients]
-    yield [address % ALIGNMENT for address in addresses]
 
 
 def _addresses(tensors: Iterable[Tensor]) -> list[int]:
-    return [x.data_ptr() if x.layout == torch.strided else 0 for x in tensors]
+    return [x.data_ptr() for x in tensors]
+
+
+def _alignments(addresses: Iterable[int]) -> list[int]:
+    return [address % ALIGNMENT for address in addresses]
 
 
 @dataclass
@@ -79,23 +84,23 @@ class StepPlan:
 
         Nothing can be used again as it is where a parameter or a gradient is copied to be stepped.
         """
-        slots = [slot for batch in self.batches for slot in batch.slots]
-        own = set(map(id, self.gradients))
-        holds = not self.staged and all(id(slot.g) in own for slot in slots)
-        for slot in slots:
-            slot.g = slot.p  # gradients would keep memory that the next backward pass needs
+        if not self.reused:
+            own = set(map(id, self.gradients))
+            slots = (slot for batch in self.batches for slot in batch.slots)
+            self._holds = not self.staged and all(id(slot.g) in own for slot in slots)
         gradients, self.gradients, self.staged, self.new_states = self.gradients, [], [], {}
-        if self.reused:
-            return
-        self._holds = holds
-        if holds:
+        for batch in self.batches:
+            for slot in batch.slots:
+                slot.g = slot.p  # gradients would keep memory that the next backward pass needs
+        if self._holds and not self.reused:
             at = {id(p): i for i, p in enumerate(self.params)}
             self._order = [[at[id(slot.p)] for slot in batch.slots] for batch in self.batches]
             self._states = [state[p] for p in self.params]
             self._values = [value for one in self._states for value in one.values()]
             self._tensors = [*self.params, *(x for x in self._values if isinstance(x, Tensor))]
             self._addresses = _addresses(self._tensors)
-            self._columns = list(_columns(gradients, _addresses(gradients)))
+            self._columns = list(_columns(gradients))
+            self._alignments = _alignments(_addresses(gradients))
 
     def with_gradients(
         self, form: tuple, params: list[Tensor], gradients: list[Tensor],
@@ -104,16 +109,16 @@ class StepPlan:
         """This plan with new gradients, if nothing else is new; else None."""
         if not self._holds or form != self.form or not _same_objects(params, self.params):
             return None
-        addresses = _addresses(gradients)
         holds = (
-            all(map(eq, _columns(gradients, addresses), self._columns))
+            all(map(eq, _columns(gradients), self._columns))
             and all(map(Tensor.is_contiguous, params))  # `p.data.t()` has p's address
             and not any(map(Tensor.is_neg, params))
             and _same_objects(map(state.get, params), self._states)
             and _same_objects(chain.from_iterable(map(dict.values, self._states)), self._values)
             and _addresses(self._tensors) == self._addresses
         )
-        if not holds:
+        addresses = _addresses(gradients) if holds else []
+        if not holds or _alignments(addresses) != self._alignments:
             return None
         for batch, order in zip(self.batches, self._order, strict=True):
             batch.take_gradients([gradients[i] for i in order], [addresses[i] for i in order])

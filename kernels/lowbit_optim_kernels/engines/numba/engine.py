@@ -153,7 +153,7 @@ def _plan(batch: Batch) -> _Plan:
         batch.tables = _make_plan(batch)
     plan: _Plan = batch.tables
     if batch.reused:
-        plan.address[:, G] = [row[G] for row in batch.addresses]
+        plan.address[:, G] = batch.gradient_addresses
     else:
         plan.address[:] = batch.addresses
     return plan

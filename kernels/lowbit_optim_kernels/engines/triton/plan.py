@@ -112,7 +112,7 @@ def _pointers(plan: Plan, batch: Batch) -> list[int]:
     if not batch.reused or not plan.pointers:
         return [address for row in batch.addresses for address in row]
     pointers = list(plan.pointers)
-    pointers[G :: len(batch.addresses[0])] = [row[G] for row in batch.addresses]
+    pointers[G :: address_columns(batch.rule.moments)] = batch.gradient_addresses
     return pointers
 
 
