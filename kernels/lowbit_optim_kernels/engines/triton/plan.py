@@ -214,19 +214,18 @@ def blocks_of_tile(format: Format) -> int:
     return TILE // block
 
 
-@cache
 def _has_scales(moments: tuple[Moment, ...], format: Format) -> bool:
     return any(part.per_block for unit in units(moments, format) for part in unit.parts)
 
 
-def _shape(key: tuple, moments: tuple[Moment, ...]) -> tuple[int, ...]:
+def _shape(key: tuple, has_scales: bool) -> tuple[int, ...]:
     """Row, blocks per row, blocks, tiles, of these whole, and alignment of the blocks.
 
     Whole blocks in rows, and state without scales, whose blocks mean nothing, count as one row.
     """
     *_, format, aligned, rows, row, _ = key
     block, in_tile = format.block, blocks_of_tile(format)
-    if row % block == 0 or not _has_scales(moments, format):
+    if row % block == 0 or not has_scales:
         rows, row = 1, rows * row
     per_row = -(-row // block)
     blocks = rows * per_row
@@ -239,7 +238,9 @@ def _make(batch: Batch, key: tuple) -> Plan:
     slots, device = batch.slots, batch.slots[0].p.device
     keys = key[-1]
     moments = batch.rule.moments
-    shapes = np.array([_shape(k, moments) for k in keys], dtype=np.int64)
+    formats = {key[2].name: key[2] for key in keys}  # a name's hash is quick, a format's is not
+    scaled = {name: _has_scales(moments, format) for name, format in formats.items()}
+    shapes = np.array([_shape(k, scaled[k[2].name]) for k in keys], dtype=np.int64)
     row, per_row, blocks, tiles, whole, align = shapes.T
     starts = np.cumsum(tiles) - tiles
     numel = np.array([slot.numel for slot in slots], dtype=np.int64)
