@@ -18,8 +18,8 @@ pytest.importorskip("triton", reason="the Triton engine needs the triton package
 
 from lowbit_optim_kernels import formats
 from lowbit_optim_kernels.engines.triton import engine as engine_triton
-from lowbit_optim_kernels.engines.triton import passes
 from lowbit_optim_kernels.engines.triton import plan as triton_plan
+from lowbit_optim_kernels.engines.triton import tiles
 from lowbit_optim_kernels.formats.dynamic8 import triton_tables
 
 pytestmark = pytest.mark.gpu  # `make gpu-check` runs these tests too
@@ -317,7 +317,7 @@ def test_every_kind_has_a_number():
 
 def test_offsets_are_64_bit():
     """Tile 2**21 + 1 starts at element 2**32 + 2048; a table of that many tiles is cheap."""
-    source = inspect.getsource(passes)
+    source = inspect.getsource(tiles)
     assert "first.to(tl.int64) * BLOCK" in source
     assert "line = tl.load(work + WORK * program + 2).to(tl.int64)" in source
 
