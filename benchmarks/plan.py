@@ -57,15 +57,20 @@ def times(tensors: int, rounds: int) -> dict[str, dict[str, float]]:
     """Microseconds to build a plan, to find it unchanged, and to take new gradients."""
     batch = _batch(tensors)
     found: dict[str, list[float]] = {"build": [], "same gradients": [], "new gradients": []}
+
+    def current(name: str) -> None:
+        found[name].append(_microseconds(lambda: triton_plan.current(batch)))
+
     for _ in range(rounds):
-        batch.cache.clear()
-        batch.again = False
-        found["build"].append(_microseconds(lambda: triton_plan.current(batch)))
-        batch.again = True
-        found["same gradients"].append(_microseconds(lambda: triton_plan.current(batch)))
-        for slot in batch.slots:
-            slot.g = torch.randn_like(slot.g)
-        found["new gradients"].append(_microseconds(lambda: triton_plan.current(batch)))
+        batch.tables, batch.reused = None, False
+        batch.look()
+        current("build")
+        gradients = [slot.g for slot in batch.slots]
+        batch.take_gradients(gradients, [g.data_ptr() for g in gradients])
+        current("same gradients")
+        gradients = [torch.randn_like(g) for g in gradients]
+        batch.take_gradients(gradients, [g.data_ptr() for g in gradients])
+        current("new gradients")
     return {name: measure.spread(values) for name, values in found.items()}
 
 

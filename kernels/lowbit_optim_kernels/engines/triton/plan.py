@@ -189,19 +189,18 @@ def blocks_of_tile(format: Format) -> int:
     return TILE // block
 
 
-@cache
 def _has_scales(moments: tuple[Moment, ...], format: Format) -> bool:
     return any(part.per_block for unit in units(moments, format) for part in unit.parts)
 
 
-def _shape(slot: Slot, aligned: bool, moments: tuple[Moment, ...]) -> tuple[int, ...]:
+def _shape(slot: Slot, aligned: bool, has_scales: bool) -> tuple[int, ...]:
     """Row, blocks per row, blocks, tiles, of these whole, and alignment of the blocks.
 
     Whole blocks in rows, and state without scales, whose blocks mean nothing, count as one row.
     """
     format, rows, row = slot.format, slot.rows, slot.row
     block, in_tile = format.block, blocks_of_tile(format)
-    if row % block == 0 or not _has_scales(moments, format):
+    if row % block == 0 or not has_scales:
         rows, row = 1, rows * row
     per_row = -(-row // block)
     blocks = rows * per_row
@@ -212,8 +211,12 @@ def _shape(slot: Slot, aligned: bool, moments: tuple[Moment, ...]) -> tuple[int,
 
 def _make(batch: Batch) -> Plan:
     slots, device, moments = batch.slots, batch.device, batch.rule.moments
-    pairs = zip(slots, batch.aligned, strict=True)
-    shapes = np.array([_shape(slot, is_so, moments) for slot, is_so in pairs], dtype=np.int64)
+    formats = {slot.format.name: slot.format for slot in slots}  # a format's own hash is slow
+    scaled = {name: _has_scales(moments, format) for name, format in formats.items()}
+    shapes = np.array([
+        _shape(slot, aligned, scaled[slot.format.name])
+        for slot, aligned in zip(slots, batch.aligned, strict=True)
+    ], dtype=np.int64)  # fmt: skip
     row, per_row, blocks, tiles, whole, align = shapes.T
     starts = np.cumsum(tiles) - tiles
     numel = np.array([slot.numel for slot in slots], dtype=np.int64)
