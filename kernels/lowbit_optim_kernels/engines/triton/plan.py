@@ -109,7 +109,7 @@ def current(batch: Batch) -> Plan:
 
 def _pointers(plan: Plan, batch: Batch) -> list[int]:
     """The rows of the address table, one after the other."""
-    if not batch.reused or not plan.pointers:
+    if not batch.reused:
         return [address for row in batch.addresses for address in row]
     pointers = list(plan.pointers)
     pointers[G :: address_columns(batch.rule.moments)] = batch.gradient_addresses
