@@ -164,6 +164,18 @@ def test_wheel(tmp_path):
     assert {file.split("/")[0] for file in files} == set(allowed)
 
 
+PROGRAMS = [
+    path for path in CODE if path.parent.name == "benchmarks" and "__main__" in path.read_text()
+]
+
+
+@pytest.mark.parametrize("path", PROGRAMS, ids=name_of)
+def test_program_is_in_the_readme_of_benchmarks(path):
+    readme = (ROOT / "benchmarks" / "README.md").read_text(encoding="utf-8")
+    started_by_another = path.stem.endswith("_worker")
+    assert started_by_another or f"`python -m benchmarks.{path.stem}`" in readme
+
+
 @pytest.mark.parametrize("path", CODE, ids=name_of)
 def test_file_is_short(path):
     assert len(path.read_text(encoding="utf-8").splitlines()) <= MAX_LINES
