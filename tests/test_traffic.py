@@ -17,12 +17,24 @@ import torch
 from benchmarks import registry, traffic
 from lowbit_optim_kernels.engines.numba import source as numba_source
 from lowbit_optim_kernels.formats import FORMATS, OF_BITS
-from lowbit_optim_kernels.rules import adagrad, adam, ademamix, eve, lamb, lans, lion, rmsprop, sgd
+from lowbit_optim_kernels.rules import (
+    adagrad,
+    adam,
+    ademamix,
+    adopt,
+    eve,
+    lamb,
+    lans,
+    lion,
+    rmsprop,
+    sgd,
+)
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "traffic.md"
 FACTORIES = (
     adagrad.adagrad_rule, adam.adam_rule, ademamix.ademamix_rule, eve.eve_rule, lamb.lamb_rule,
     lans.lans_rule, lion.lion_rule, rmsprop.rmsprop_rule, sgd.sgd, sgd.lars,
+    adopt.adopt_rule,
 )  # fmt: skip
 ROWS, ROW = 2, 1400  # a full tile of four blocks, a tile of one, a short block
 BLOCKS = ROWS * 6
