@@ -1,6 +1,6 @@
 """The CPU engine: the rules through Numba and LLVM, all tensors of a group in one call per pass.
 
-Blocks are dealt out in chunks to threads (`numba_threads`). Results do not depend on their number:
+Blocks are dealt out in chunks to threads (`threads`). Results do not depend on their number:
 sums are formed per chunk and then added in a fixed order.
 """
 
