@@ -27,7 +27,7 @@ DOCS := $(VENV)/.installed-docs
 PEERS := $(VENV)/.installed-peers
 endif
 
-GPU_TESTS := tests/test_gpu.py tests/test_triton.py tests/test_step.py
+GPU_TESTS := tests/test_gpu.py tests/test_triton.py tests/test_triton_passes.py tests/test_step.py
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
