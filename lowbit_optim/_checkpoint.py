@@ -29,9 +29,11 @@ STORAGE_SETTINGS = (
 )  # of the optimizer at hand, not of the file
 
 
-def header(family: str) -> dict[str, Any]:
-    """What `state_dict()` says of itself."""
-    return {"format_version": FORMAT_VERSION, "optimizer": family}
+def add_header(optimizer: Any, state_dict: dict[str, Any]) -> None:
+    """A hook, and the first one, so that a user's hooks are given all that is saved."""
+    state_dict[KEY] = {"format_version": FORMAT_VERSION, "optimizer": optimizer.family}
+    state_dict["param_groups"] = without_numpy(state_dict["param_groups"])
+    state_dict["state"] = with_saved_steps(state_dict["state"])
 
 
 def with_saved_steps(state: Mapping[Any, Any]) -> dict[Any, Any]:

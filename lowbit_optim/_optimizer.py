@@ -29,13 +29,6 @@ FORM = (
 STATE_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
-def _add_header(optimizer: Any, state_dict: dict[str, Any]) -> None:
-    """A hook, and the first one, so that a user's hooks are given all that is saved."""
-    state_dict[_checkpoint.KEY] = _checkpoint.header(optimizer.family)
-    state_dict["param_groups"] = without_numpy(state_dict["param_groups"])
-    state_dict["state"] = _checkpoint.with_saved_steps(state_dict["state"])
-
-
 class LowBitOptimizer(Optimizer):
     """Base class of the package's optimizers; not meant to be constructed.
 
@@ -192,8 +185,8 @@ class LowBitOptimizer(Optimizer):
         optimizer's family. An 8-bit moment `<key>` is uint8 codes of the parameter's shape, with
         its fp32 scales in `<key>_absmax`.
         """
-        if _add_header not in self._optimizer_state_dict_post_hooks.values():
-            self.register_state_dict_post_hook(_add_header, prepend=True)
+        if _checkpoint.add_header not in self._optimizer_state_dict_post_hooks.values():
+            self.register_state_dict_post_hook(_checkpoint.add_header, prepend=True)
         return super().state_dict()
 
     @torch._disable_dynamo
@@ -315,10 +308,6 @@ class LowBitOptimizer(Optimizer):
             )
         return torch.full(stored.shape, stored.start, dtype=stored.dtype, device=stored.device)
 
-    def _gradient(self, p: Tensor) -> Tensor:
-        """A parameter's gradient as the engines read it, checked."""
-        return _gradients.checked(p, type(self).__name__)
-
     def _gradients(self, group: Mapping[str, Any]) -> list[tuple[Tensor, Tensor, str]]:
         """Each parameter that has a gradient, with its gradient and engine; checked."""
         found = []
@@ -328,7 +317,7 @@ class LowBitOptimizer(Optimizer):
             engine = dispatch.engine_for(p)
             if group["fused"] and engine.name == "torch":
                 raise RuntimeError(f"fused=True, but the engine is 'torch': {engine.reason}")
-            found.append((p, self._gradient(p), engine.name))
+            found.append((p, _gradients.checked(p, type(self).__name__), engine.name))
         return found
 
     def _plan(self, group: Mapping[str, Any], last: StepPlan | None) -> StepPlan:
@@ -351,7 +340,6 @@ class LowBitOptimizer(Optimizer):
         batches: dict[tuple[torch.device, str], list[Slot]] = {}
         for p, g, engine in self._gradients(group):
             plan.params.append(p)
-            plan.gradients.append(g if p.grad is None else p.grad)
             work = p.resolve_neg().contiguous()
             if work is not p:
                 plan.staged.append((p, work))
@@ -360,6 +348,7 @@ class LowBitOptimizer(Optimizer):
                 plan.new_states[p] = state
             slot = self._slot(p, work, dispatch.readable(g, engine), group, state)
             batches.setdefault((p.device, engine), []).append(slot)
+        plan.gradients = [p.grad for p in plan.params if p.grad is not None]
         plan.batches = [
             Batch(self._rule(group), slots, *place, captured=self._captured)
             for place, slots in batches.items()

@@ -27,6 +27,11 @@ hypothesis.settings.load_profile("suite")
 WITHOUT_HALF = "lacks instructions for float16"
 
 
+def runs_triton(item):
+    """Whether a test is one of those that are multiplied by engines, on Triton."""
+    return "triton" in getattr(getattr(item, "callspec", None), "params", {}).values()
+
+
 @cache
 def numba_lacks_half():
     from lowbit_optim_kernels.engines import registry as engines
@@ -35,8 +40,12 @@ def numba_lacks_half():
 
 
 def pytest_collection_modifyitems(items):
-    """There that warning is no error; test_numba_portable asks for it."""
-    if numba_lacks_half():
+    """Marks that depend on the machine."""
+    if not torch.cuda.is_available():
+        for item in items:
+            if item.get_closest_marker("slow_if_interpreted") and runs_triton(item):
+                item.add_marker(pytest.mark.slow)
+    if numba_lacks_half():  # that warning is no error; test_numba_portable asks for it
         expected = pytest.mark.filterwarnings(f"ignore:.*{WITHOUT_HALF}:RuntimeWarning")
         for item in items:
             item.add_marker(expected)

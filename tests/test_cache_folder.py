@@ -15,7 +15,7 @@ pytest.importorskip("numba")
 AS_ROOT = pytest.mark.skipif(
     not hasattr(os, "getuid") or os.getuid() != 0, reason="only root can give a folder away"
 )
-FOLDER = "from lowbit_optim_kernels import module_cache; print(module_cache.cache_folder())"
+FOLDER = "from lowbit_optim_kernels.codegen import module_cache; print(module_cache.cache_folder())"
 
 
 @pytest.fixture

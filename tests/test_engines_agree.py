@@ -72,6 +72,7 @@ def assert_close(case, got, want, shapes, rtol, encodings, engine):
 
 @BITS
 @CLASSES
+@pytest.mark.slow_if_interpreted
 def test_every_shape(compiled, case, bits):
     engine, device = compiled
     shapes = cases.SHAPES if engine == "numba" else SMALL_SHAPES
@@ -93,6 +94,7 @@ def test_every_case_on_numba(case, bits):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @BITS
 @CLASSES
+@pytest.mark.slow_if_interpreted
 def test_half_precision(compiled, case, bits, dtype):
     engine, device = compiled
     shapes = [(4, 257), (300,), (7,), ()]
@@ -106,6 +108,7 @@ def test_half_precision(compiled, case, bits, dtype):
 
 @BITS
 @CLASSES
+@pytest.mark.slow_if_interpreted
 def test_all_tensors_at_once_are_as_one_by_one(engine, device, case, bits):
     """The plan over many tensors changes no bit of any of them."""
     shapes = [(3, 90), (300,), (5,), (), (0,), (2, 3, 70)]
@@ -119,6 +122,7 @@ def test_all_tensors_at_once_are_as_one_by_one(engine, device, case, bits):
 
 @BITS
 @CLASSES
+@pytest.mark.slow_if_interpreted
 def test_a_second_run_gives_the_same_bits(engine, device, case, bits):
     shapes = [(40, 300), (5000,)] if engine != "triton" else [(4, 300), (500,)]
     first, second = (run(case, shapes, bits, 2, engine, device) for _ in range(2))

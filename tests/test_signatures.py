@@ -76,6 +76,12 @@ SIGNATURES = {  # after `params: Any`
         initial_accumulator_value: float = 0, eps: float = 1e-10, {STORAGE},
         block_wise: bool = True, *, max_unorm: float = 0.0, {RUN}
     """,
+    "ADOPT": """
+        lr: float | Tensor = 0.001, betas: tuple[float, float] = (0.9, 0.9999), eps: float = 1e-06,
+        weight_decay: float = 0, optim_bits: int = 32, args: Any = None, min_8bit_size: int = 4096,
+        percentile_clipping: int = 100, *, clip_exp: float | None = 0.25,
+        decoupled_weight_decay: bool = False, max_unorm: float = 0.0, {RUN}
+    """,
     "AdEMAMix": """
         lr: float | Tensor = 0.001, betas: tuple[float, float, float] = (0.9, 0.999, 0.9999),
         alpha: float = 5.0, t_alpha: int | None = None, t_beta3: int | None = None,
