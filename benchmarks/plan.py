@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
@@ -58,19 +59,21 @@ def times(tensors: int, rounds: int) -> dict[str, dict[str, float]]:
     batch = _batch(tensors)
     found: dict[str, list[float]] = {"build": [], "same gradients": [], "new gradients": []}
 
-    def current(name: str) -> None:
-        found[name].append(_microseconds(lambda: triton_plan.current(batch)))
-
-    for _ in range(rounds):
+    def build() -> None:
         batch.tables, batch.reused = None, False
         batch.look()
-        current("build")
-        gradients = [slot.g for slot in batch.slots]
+        triton_plan.current(batch)
+
+    def go_on(gradients: list[torch.Tensor]) -> None:
         batch.take_gradients(gradients, [g.data_ptr() for g in gradients])
-        current("same gradients")
-        gradients = [torch.randn_like(g) for g in gradients]
-        batch.take_gradients(gradients, [g.data_ptr() for g in gradients])
-        current("new gradients")
+        triton_plan.current(batch)
+
+    for _ in range(rounds):
+        found["build"].append(_microseconds(build))
+        same = [slot.g for slot in batch.slots]
+        found["same gradients"].append(_microseconds(partial(go_on, same)))
+        new = [torch.randn_like(g) for g in same]
+        found["new gradients"].append(_microseconds(partial(go_on, new)))
     return {name: measure.spread(values) for name, values in found.items()}
 
 
