@@ -72,6 +72,9 @@ class Adam(LowBitOptimizer):
         max_unorm: float = 0.0,
         cautious: bool = False,
         state_format: str | None = None,
+        dither: bool = True,
+        seed: int = 0,
+        master_weight_bits: int | str | None = "auto",
         maximize: bool = False,
         foreach: bool | None = None,
         capturable: bool = False,
@@ -149,6 +152,9 @@ class AdamW(Adam):
         max_unorm: float = 0.0,
         cautious: bool = False,
         state_format: str | None = None,
+        dither: bool = True,
+        seed: int = 0,
+        master_weight_bits: int | str | None = "auto",
         maximize: bool = False,
         foreach: bool | None = None,
         capturable: bool = False,
@@ -166,6 +172,11 @@ class AdamW(Adam):
             raise ValueError("decoupled_weight_decay must be True for AdamW; use Adam")
 
 
+@fixed_bits(4)
+class Adam4bit(Adam):
+    """`Adam` with 4-bit state, in the format `ratio4`; see there for its equations."""
+
+
 @fixed_bits(8, keep_argument=True)
 class Adam8bit(Adam):
     """`Adam` with 8-bit state; see there for its equations."""
@@ -174,6 +185,11 @@ class Adam8bit(Adam):
 @fixed_bits(32, keep_argument=True)
 class Adam32bit(Adam):
     """`Adam` with 32-bit state; see there for its equations."""
+
+
+@fixed_bits(4)
+class AdamW4bit(AdamW):
+    """`AdamW` with 4-bit state, in the format `ratio4`; see there for its equations."""
 
 
 @fixed_bits(8, keep_argument=True)

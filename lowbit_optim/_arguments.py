@@ -22,7 +22,7 @@ COMMON = """
 Args:
     params: parameters, named parameters or parameter groups.
     lr: learning rate, a number or a tensor of one element.
-    optim_bits: 32 or 8, the width of the moments.
+    optim_bits: 32, 8 or, where `state_format` can be "ratio4", 4, the width of the moments.
     args: object whose `optim_bits`, `min_8bit_size`, `percentile_clipping` and `max_unorm` replace
         these arguments where present.
     min_8bit_size: tensors with fewer elements keep 32-bit state.
@@ -34,7 +34,14 @@ Args:
     cautious: move only the elements whose update has the gradient's sign, by as much more as fewer
         do (arXiv:2411.16085); not without momentum.
     state_format: name of the format that the moments are stored in; it decides `optim_bits`. None
-        is what `optim_bits` means: "dynamic8" for 8, "float32" for 32.
+        is what `optim_bits` means: "ratio4" for 4, "dynamic8" for 8, "float32" for 32.
+    dither: round squares and slow averages by counted random bits instead of to nearest, so that
+        they go on moving when a step changes them by less than a code.
+    seed: of these bits, and of those that round bf16 weights; 0 to 2^32 - 1.
+    master_weight_bits: the bits of bf16 parameters that training goes on with. None rounds them to
+        nearest, 16 by dither; 24 and 32 keep 8 and 16 further bits in the state, as
+        `master_residual`. "auto" is 16. Parameters in fp32 are not concerned; those in fp16 and
+        fp64 have only None.
     maximize: ascend instead of descend.
     foreach: as in torch.optim; all tensors of a group are always stepped together.
     capturable: as in torch.optim; steps on accelerators can always be captured.

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lowbit_optim_kernels.rules import TINY, Moment
+from lowbit_optim_kernels.rules import SQUARE, TINY, Moment
 
 from . import _checks
 from ._arguments import documented, settings_of
@@ -74,7 +74,7 @@ class Cain(EagerOptimizer):
     """
 
     family = "Cain"
-    MOMENTS = (Moment("delta"), Moment("exp_avg_sq", signed=False))
+    MOMENTS = (Moment("delta", decay="beta1"), Moment("exp_avg_sq", SQUARE, decay="beta2"))
 
     def __init__(
         self,
@@ -92,6 +92,9 @@ class Cain(EagerOptimizer):
         min_8bit_size: int = 4096,
         percentile_clipping: int = 100,
         state_format: str | None = None,
+        dither: bool = True,
+        seed: int = 0,
+        master_weight_bits: int | str | None = "auto",
         maximize: bool = False,
         foreach: bool | None = None,
         capturable: bool = False,

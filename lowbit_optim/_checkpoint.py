@@ -11,22 +11,25 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lowbit_optim_kernels import weights
 from lowbit_optim_kernels.formats import Format
 from lowbit_optim_kernels.plan import STEP_DTYPE
 from lowbit_optim_kernels.rules import Lasting, Moment
 from lowbit_optim_kernels.rules.shared import NORMS
+from lowbit_optim_kernels.weights import Weights
 
 from . import _manager, _saved, _state
 from ._settings import without_numpy
 
 KEY = "lowbit_optim"
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 EXACT_IN_FP32 = 2**24  # every whole number up to here
 MOST_STEPS = 2**53  # and up to here in fp64
 STORAGE_SETTINGS = (
     "optim_bits",
     "state_format",
     "min_8bit_size",
+    "master_weight_bits",
 )  # of the optimizer at hand, not of the file
 
 
@@ -216,9 +219,29 @@ def check_values(
             _check_lasting(x, saved[x.key])
         elif not x.history:
             raise ValueError(f"it has no {x.key!r}, only {sorted(map(str, saved))}")
-    there = tuple(moment for moment in moments if moment.key in saved)
+    if weights.RESIDUAL_KEY in saved:
+        _check_residual(saved[weights.RESIDUAL_KEY], p)
+    there = _saved.known(saved, tuple(moments))
     for unit in _saved.saved_units(saved, there):
         _saved.check(saved, p, unit)
+
+
+def _check_residual(value: Any, p: Tensor) -> None:
+    if not isinstance(value, Tensor) or value.shape != p.shape:
+        got = tuple(value.shape) if isinstance(value, Tensor) else value
+        raise ValueError(
+            f"{weights.RESIDUAL_KEY!r} has shape {got!r}, its parameter {tuple(p.shape)}"
+        )
+    _saved.require_dense(weights.RESIDUAL_KEY, value, (torch.int8, torch.int16))
+
+
+def _residual(saved: Mapping[str, Any], p: Tensor, dtype: torch.dtype) -> Tensor:
+    """What is kept beside a parameter; nothing where none is saved."""
+    value = saved.get(weights.RESIDUAL_KEY)
+    if value is None:
+        return torch.zeros(p.shape, dtype=dtype, device=p.device)
+    moved = value.detach().to(p.device, copy=True).contiguous()
+    return weights.converted(moved, dtype)
 
 
 def as_step(value: Any) -> int:
@@ -244,7 +267,7 @@ def _check_lasting(x: Lasting, value: Any) -> None:
 
 def fitted(
     saved: Mapping[str, Any], p: Tensor, moments: tuple[Moment, ...], format: Format,
-    lasting: Iterable[Lasting],
+    lasting: Iterable[Lasting], kept_as: Weights,
 ) -> dict[str, Any]:  # fmt: skip
     """A parameter's state, copied from `saved`, on the parameter's device and in this format."""
     if not saved:
@@ -258,6 +281,9 @@ def fitted(
         if x.key in saved:
             dtype = _state.stored_of(x, p).dtype
             state[x.key] = saved[x.key].detach().to(p.device, dtype, copy=True)
+    used |= {weights.RESIDUAL_KEY}
+    if kept_as.residual is not None:
+        state[weights.RESIDUAL_KEY] = _residual(saved, p, kept_as.residual)
     for key, value in saved.items():
         if key not in used | state.keys():
             state[key] = (

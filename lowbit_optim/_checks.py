@@ -11,6 +11,8 @@ from typing import Any
 
 import torch
 
+from lowbit_optim_kernels import weights
+from lowbit_optim_kernels.dither import SEEDS
 from lowbit_optim_kernels.formats import FORMATS, OF_BITS
 
 
@@ -143,6 +145,11 @@ def storage(group: Mapping[str, Any]) -> None:
         )
 
 
+def master_weight_bits(value: Any) -> None:
+    """Refuse what is no width of master weights."""
+    one_of("master_weight_bits", value, (*weights.OF_BITS, "auto"))
+
+
 def common(group: Mapping[str, Any]) -> None:
     """Check the settings that every optimizer has."""
     learning_rate(group["lr"])
@@ -150,7 +157,9 @@ def common(group: Mapping[str, Any]) -> None:
     integer("min_8bit_size", group["min_8bit_size"], 0)
     integer("percentile_clipping", group["percentile_clipping"], 0, 100)
     numbers(group, "max_unorm")
-    flags(group, "maximize", "capturable", "differentiable")
+    integer("seed", group["seed"], 0, SEEDS - 1)
+    master_weight_bits(group["master_weight_bits"])
+    flags(group, "dither", "maximize", "capturable", "differentiable")
     optional_flag("foreach", group["foreach"])
     optional_flag("fused", group["fused"])
     if group["differentiable"]:

@@ -8,7 +8,7 @@ from torch import Tensor
 from lowbit_optim_kernels import dispatch
 from lowbit_optim_kernels.formats import Unit, units
 from lowbit_optim_kernels.formats.dynamic8 import DYNAMIC8
-from lowbit_optim_kernels.rules import Moment
+from lowbit_optim_kernels.rules import SIGNED, SQUARE, Moment
 
 
 @torch.no_grad()
@@ -93,4 +93,4 @@ def dequantize_blockwise(
 
 
 def _unit(signed: bool) -> Unit:
-    return units((Moment("x", signed),), DYNAMIC8)[0]
+    return units((Moment("x", SIGNED if signed else SQUARE),), DYNAMIC8)[0]

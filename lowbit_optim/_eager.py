@@ -17,12 +17,14 @@ import torch
 from torch import Tensor
 
 from lowbit_optim_kernels import dispatch
+from lowbit_optim_kernels.dither import tensor_key
 from lowbit_optim_kernels.engines import torch as torch_engine
 from lowbit_optim_kernels.formats import finite_in_all, units
 from lowbit_optim_kernels.formats.layout import Layout
-from lowbit_optim_kernels.plan import STEP_DTYPE
+from lowbit_optim_kernels.plan import STEP_DTYPE, WEIGHT_BLOCK
 from lowbit_optim_kernels.rules import Lasting, Moment
-from lowbit_optim_kernels.rules.shared import CLIP, NORMS
+from lowbit_optim_kernels.rules.shared import CLIP, NORMS, dithered
+from lowbit_optim_kernels.weights import RESIDUAL_KEY
 
 from . import _checkpoint, _saved, _sharding
 from ._arguments import documented
@@ -170,6 +172,7 @@ class EagerOptimizer(LowBitOptimizer):
         return state
 
     def _step_groups(self) -> None:
+        self._numbers = {}
         if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
             raise RuntimeError(
                 f"{type(self).__name__}.step cannot be captured in a CUDA graph: the host decides "
@@ -206,14 +209,24 @@ class EagerOptimizer(LowBitOptimizer):
         lr = group["lr"]
         if isinstance(lr, Tensor):
             lr = lr.to(p.device, dtype).reshape(())
+        weights, residual = self._weights(p, group), state.get(RESIDUAL_KEY)
         work = Work(
-            p=p.detach().to(dtype), g=self._prepared(g.to(dtype), t, group, state), t=t, lr=lr,
-            group=group, state=state,
+            p=weights.read(p.detach(), residual, dtype),
+            g=self._prepared(g.to(dtype), t, group, state),
+            t=t, lr=lr, group=group, state=state,
             moments=self._decoded(p, group, state, dtype),
         )  # fmt: skip
-        p.copy_(self._update(work))
-        self._store(work)
+        new = self._update(work)
         state["step"] += 1
+        key = tensor_key(group["seed"], self._number(p))
+        random = None
+        if weights.dithered:
+            layout = Layout.of(p.shape, WEIGHT_BLOCK)
+            of_weights = torch_engine.Random(key, state["step"], 0, p.device)
+            random = of_weights.of_weights(torch_engine.ALL, (layout.rows, layout.row))
+            random = random.view(p.shape)
+        weights.write(new, p, residual, random)
+        self._store(work, torch_engine.Random(key, state["step"], 0, p.device))
 
     def _prepared(
         self, g: Tensor, t: int, group: Mapping[str, Any], state: Mapping[str, Any]
@@ -239,15 +252,20 @@ class EagerOptimizer(LowBitOptimizer):
             numbers.update(zip(unit.keys, values, strict=True))
         return numbers
 
-    def _store(self, work: Work) -> None:
+    def _store(self, work: Work, random: torch_engine.Random) -> None:
         """Code the new moments, where they are not stored as they are."""
         p, state = work.p, work.state
-        for unit in units(self.MOMENTS, self._format(p, work.group)):
+        moments = dithered(self.MOMENTS, self._dithered(work.group))
+        for unit in units(moments, self._format(p, work.group)):
             if unit.format.exact:
                 continue  # decoding gave the state itself, and the rule has written it
             values = finite_in_all([work.moments[key] for key in unit.keys])
             layout = Layout.of(p.shape, unit.format.block)
-            dispatch.encode_into(unit, values, layout, [state[part.key] for part in unit.parts])
+            out = [state[part.key] for part in unit.parts]
+            if any(moment.stream for moment in unit.moments):
+                torch_engine.encode(unit, values, layout, out, random)
+            else:
+                dispatch.encode_into(unit, values, layout, out)
 
 
 def _check_extra(key: str, value: Any) -> None:

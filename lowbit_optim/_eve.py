@@ -72,6 +72,9 @@ class Eve(LowBitOptimizer):
         max_unorm: float = 0.0,
         cautious: bool = False,
         state_format: str | None = None,
+        dither: bool = True,
+        seed: int = 0,
+        master_weight_bits: int | str | None = "auto",
         maximize: bool = False,
         foreach: bool | None = None,
         capturable: bool = False,
@@ -100,6 +103,11 @@ class Eve(LowBitOptimizer):
             "decoupled": 0.0,
             "target_rms": group["target_rms"],
         }
+
+
+@fixed_bits(4)
+class Eve4bit(Eve):
+    """`Eve` with 4-bit state, in the format `ratio4`; see there for its equations."""
 
 
 @fixed_bits(8)

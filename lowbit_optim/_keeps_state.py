@@ -11,8 +11,9 @@ from torch.optim import Optimizer
 
 from lowbit_optim_kernels.formats import Format
 from lowbit_optim_kernels.formats.float32 import FLOAT32
-from lowbit_optim_kernels.rules import Lasting, Moment, Rule
-from lowbit_optim_kernels.rules.shared import with_clipping
+from lowbit_optim_kernels.rules import SIGN, SQUARE, Lasting, Moment, Rule
+from lowbit_optim_kernels.rules.shared import with_clipping, with_dither
+from lowbit_optim_kernels.weights import RESIDUAL_KEY, Weights
 
 from . import _checkpoint, _saved, _sharding, _state
 from ._sharding import Share
@@ -37,6 +38,22 @@ class KeepsState(Optimizer):
         rule = self._rule(group)
         return with_clipping(rule) if group["percentile_clipping"] < 100 else rule
 
+    def _step_rule(self, group: Mapping[str, Any]) -> Rule:
+        """The rule that a step runs: with clipping, and with moments that are dithered."""
+        return with_dither(self._clipping_rule(group), self._dithered(group))
+
+    def _dithered(self, group: Mapping[str, Any]) -> frozenset[str]:
+        """The keys of the moments whose codes are rounded by dither."""
+        format = _state.format_of(group)
+        if format.exact or not group["dither"]:
+            return frozenset()
+        return frozenset(
+            moment.key
+            for moment in self._moments(group)
+            if not (moment.exact or moment.maximum)
+            and (moment.role == SQUARE or format.dithers_all or _is_slow(moment, group))
+        )
+
     def _moments(self, group: Mapping[str, Any]) -> tuple[Moment, ...]:
         """The moments that these settings keep."""
         return self._rule(group).moments
@@ -51,7 +68,26 @@ class KeepsState(Optimizer):
 
     def _format(self, p: Tensor, group: Mapping[str, Any]) -> Format:
         """How the moments of a parameter are stored."""
-        return _state.format_of(group) if p.numel() >= group["min_8bit_size"] else FLOAT32
+        if p.numel() < group["min_8bit_size"]:
+            return FLOAT32
+        return _state.format_of(group).of(self._moments(group))
+
+    def _weights(self, p: Tensor, group: Mapping[str, Any]) -> Weights:
+        """How a parameter itself is stored."""
+        return _state.weights_of(p, group)
+
+    def _check_format(self, group: Mapping[str, Any]) -> None:
+        """Raise a ValueError for a format that cannot keep what the rule does."""
+        format = _state.format_of(group)
+        refusal = format.refusal(self._moments(group))
+        if refusal is not None:
+            asked = f"state_format={format.name!r}"
+            if group["state_format"] is None:
+                asked = f"optim_bits={group['optim_bits']!r}, which means {asked}"
+            kept = ", ".join(moment.key for moment in self._moments(group)) or "none"
+            raise ValueError(
+                f"{type(self).__name__} cannot have {asked}: {refusal}; its moments are {kept}"
+            )
 
     def _state_from(
         self, saved: dict[str, Any], p: Tensor, group: Mapping[str, Any]
@@ -83,7 +119,8 @@ class KeepsState(Optimizer):
         """A parameter's state, copied from `saved` and stored as `group` asks."""
         saved = self._converted(saved, p, group)
         format, lasting = self._format(p, group), self._lasting(group)
-        return _checkpoint.fitted(saved, p, self._moments(group), format, lasting)
+        weights = self._weights(p, group)
+        return _checkpoint.fitted(saved, p, self._moments(group), format, lasting, weights)
 
     def _converted(
         self, saved: dict[str, Any], p: Tensor, group: Mapping[str, Any]
@@ -96,7 +133,9 @@ class KeepsState(Optimizer):
     ) -> dict[str, Stored]:
         """Every tensor that a step wants in a parameter's state; `state` is what there is."""
         starts = {moment: self._start(moment.key, group) for moment in self._moments(group)}
-        return _state.stored(p, starts, self._format(p, group), self._lasting(group))
+        return _state.stored(
+            p, starts, self._format(p, group), self._lasting(group), self._weights(p, group)
+        )
 
     def _new(self, key: str, stored: Stored, p: Tensor, group: Mapping[str, Any]) -> Tensor:
         """How a state begins."""
@@ -111,7 +150,7 @@ class KeepsState(Optimizer):
         """What this rank steps of a DTensor; None for a plain tensor."""
         if not _sharding.is_dtensor(p):
             return None
-        return Share.of(p, self._moments(group), self._format(p, group))
+        return Share.of(p, self._moments(group), self._format(p, group), self._weights(p, group))
 
     def _state_of(
         self, p: Tensor, held: Tensor, group: Mapping[str, Any], share: Share | None = None
@@ -142,6 +181,8 @@ class KeepsState(Optimizer):
         state = self._converted(state, p, group)
         stored = self._stored(p, group, state)
         kept = _saved.keys_of(_saved.known(state, self._moments(group)), self._format(p, group))
+        if RESIDUAL_KEY in state and RESIDUAL_KEY not in stored:
+            state = {key: x for key, x in state.items() if key != RESIDUAL_KEY}
         missing = [key for key in stored if key not in state and key not in kept]
         if missing:
             state = {**state, **{key: self._new(key, stored[key], p, group) for key in missing}}
@@ -150,3 +191,22 @@ class KeepsState(Optimizer):
         where = f"the state of a parameter of shape {tuple(p.shape)} does not fit "
         with _checkpoint.refusing(f"{where}{type(self).__name__}"):
             return self._fitted(state, p, group)
+
+
+SLOW = 0.99  # an average with a larger coefficient may change by less than a code in a step
+
+
+def _is_slow(moment: Moment, group: Mapping[str, Any]) -> bool:
+    """Whether a step changes an average so little that rounding to nearest would freeze it.
+
+    One whose coefficient is a tensor on an accelerator, which is not read back, may be.
+    """
+    if moment.decay is None or moment.role == SIGN:
+        return False
+    coefficient = _coefficient(moment.decay, group)
+    return isinstance(coefficient, Tensor) or coefficient > SLOW
+
+
+def _coefficient(name: str, group: Mapping[str, Any]) -> Any:
+    """A setting by the name that rules call it."""
+    return group["betas"][int(name[4:]) - 1] if name.startswith("beta") else group[name]

@@ -96,6 +96,9 @@ class LAMB(TrustOptimizer):
         weight_norm_bounds: tuple[float, float] | None = None,
         cautious: bool = False,
         state_format: str | None = None,
+        dither: bool = True,
+        seed: int = 0,
+        master_weight_bits: int | str | None = "auto",
         maximize: bool = False,
         foreach: bool | None = None,
         capturable: bool = False,
@@ -138,6 +141,11 @@ class LAMB(TrustOptimizer):
             "norm_low": low,
             "norm_high": high,
         }
+
+
+@fixed_bits(4)
+class LAMB4bit(LAMB):
+    """`LAMB` with 4-bit state, in the format `ratio4`; see there for its equations."""
 
 
 @fixed_bits(8)

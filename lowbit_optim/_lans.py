@@ -85,6 +85,9 @@ class LANS(LowBitOptimizer):
         max_unorm: float = 0.0,
         cautious: bool = False,
         state_format: str | None = None,
+        dither: bool = True,
+        seed: int = 0,
+        master_weight_bits: int | str | None = "auto",
         maximize: bool = False,
         foreach: bool | None = None,
         capturable: bool = False,
@@ -125,6 +128,11 @@ class LANS(LowBitOptimizer):
             "upper_bound": math.inf if high is None else high,
             "clip_gradient": group["clip_gradient"] or 0.0,
         }
+
+
+@fixed_bits(4)
+class LANS4bit(LANS):
+    """`LANS` with 4-bit state, in the format `ratio4`; see there for its equations."""
 
 
 @fixed_bits(8)

@@ -90,7 +90,7 @@ class LearnedGradient(EagerOptimizer):
     """
 
     family = "LearnedGradient"
-    MOMENTS = (Moment("exp_avg"),)
+    MOMENTS = (Moment("exp_avg", decay="beta1"),)
 
     def __init__(
         self,
@@ -111,6 +111,9 @@ class LearnedGradient(EagerOptimizer):
         min_8bit_size: int = 4096,
         percentile_clipping: int = 100,
         state_format: str | None = None,
+        dither: bool = True,
+        seed: int = 0,
+        master_weight_bits: int | str | None = "auto",
         maximize: bool = False,
         foreach: bool | None = None,
         capturable: bool = False,

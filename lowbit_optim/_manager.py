@@ -19,7 +19,8 @@ from ._state import agreeing
 NOT_PER_PARAMETER = ("foreach", "fused", "capturable", "differentiable")
 COMMON = {
     "lr": 0.0, "optim_bits": 32, "min_8bit_size": 4096, "percentile_clipping": 100,
-    "max_unorm": 0.0, "state_format": None, "maximize": False, "capturable": False,
+    "max_unorm": 0.0, "state_format": None, "dither": True, "seed": 0,
+    "master_weight_bits": "auto", "maximize": False, "capturable": False,
     "differentiable": False, "foreach": None, "fused": None,
 }  # fmt: skip
 

@@ -9,13 +9,14 @@ from typing import Any, ClassVar, overload
 import torch
 from torch import Tensor
 
-from lowbit_optim_kernels import dispatch
+from lowbit_optim_kernels import dispatch, dither
 from lowbit_optim_kernels.formats import units
 from lowbit_optim_kernels.formats.float32 import FLOAT32
 from lowbit_optim_kernels.formats.layout import Layout
-from lowbit_optim_kernels.plan import Batch, Slot
+from lowbit_optim_kernels.plan import WEIGHT_BLOCK, Batch, Slot
 from lowbit_optim_kernels.rules import Moment, Rule
 from lowbit_optim_kernels.step_plan import StepPlan
+from lowbit_optim_kernels.weights import RESIDUAL_KEY
 
 from . import _checkpoint, _checks, _foreign, _gradients, _manager, _sharding, _state
 from ._keeps_state import KeepsState
@@ -23,7 +24,8 @@ from ._settings import Settings, resolved, without_numpy
 
 # Settings that decide how state is stored, what is compiled and which engine takes it.
 FORM = (
-    "optim_bits", "state_format", "min_8bit_size", "maximize", "fused",
+    "optim_bits", "state_format", "min_8bit_size", "seed", "master_weight_bits", "maximize",
+    "fused",
 )  # fmt: skip
 STATE_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
@@ -63,7 +65,10 @@ class LowBitOptimizer(KeepsState):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        added: dict[str, Any] = {"state_format": None}  # which earlier versions had not
+        # What earlier versions had not, and what it was in effect.
+        added: dict[str, Any] = {
+            "state_format": None, "dither": False, "seed": 0, "master_weight_bits": None,
+        }  # fmt: skip
         if "cautious" in inspect.signature(type(self)).parameters:
             added["cautious"] = False
         self.defaults = {**added, **self.defaults}
@@ -78,12 +83,26 @@ class LowBitOptimizer(KeepsState):
         self._captured: list[Any] = []
         self._settings = Settings()
         self._overrides = _manager.Overrides()
+        self._numbers: dict[Tensor, int] = {}
+
+    def _number(self, p: Tensor) -> int:
+        """What `state_dict()` calls a parameter."""
+        if not self._numbers:
+            listed = (p for group in self.param_groups for p in group["params"])
+            for i, one in enumerate(listed):
+                self._numbers.setdefault(one, i)
+        return self._numbers[p]
 
     def _check_given(self, group: Mapping[str, Any]) -> None:
         """Raise for settings that a user may not write; a step may come to others."""
         settings = resolved(group)
         _checks.initial_learning_rate(settings["lr"])
+        self._check(settings)
+
+    def _check(self, settings: Mapping[str, Any]) -> None:
+        """Raise for settings that no step can run with."""
         self._validate(settings)
+        self._check_format(settings)
 
     # What a front-end supplies.
 
@@ -103,14 +122,14 @@ class LowBitOptimizer(KeepsState):
         Raises:
             NotImplementedError: by `Cain` and `LearnedGradient`, which torch operators step.
         """
-        return self._clipping_rule(self._settings_of(index))
+        return self._step_rule(self._settings_of(index))
 
     def moments(self, index: int = 0) -> tuple[Moment, ...]:
         """The moments that a parameter group keeps."""
         return self._moments(self._settings_of(index))
 
     def _settings_of(self, index: int) -> Mapping[str, Any]:
-        return self._settings.of(index, self.param_groups[index], self._validate)
+        return self._settings.of(index, self.param_groups[index], self._check)
 
     # torch.optim.Optimizer's protocol.
 
@@ -137,6 +156,11 @@ class LowBitOptimizer(KeepsState):
                     f"{type(self).__name__} takes dense parameters of dtype {allowed}; got "
                     f"{p.dtype}, {p.layout}"
                 )
+            try:
+                self._weights(p, resolved(self.param_groups[-1]))
+            except ValueError:
+                self.param_groups.pop()
+                raise
         self._settings.remember(len(self.param_groups) - 1, self.param_groups[-1])
 
     @overload
@@ -172,7 +196,7 @@ class LowBitOptimizer(KeepsState):
 
         Beside torch's `state` and `param_groups` it has `lowbit_optim`: the format version and the
         optimizer's family. An 8-bit moment `<key>` is uint8 codes of the parameter's shape, with
-        its fp32 scales in `<key>_absmax`.
+        its fp32 scales in `<key>_absmax`, or in `<key>_scale` in the formats `ratio8` and `ratio4`.
         """
         if _checkpoint.add_header not in self._optimizer_state_dict_post_hooks.values():
             self.register_state_dict_post_hook(_checkpoint.add_header, prepend=True)
@@ -219,7 +243,7 @@ class LowBitOptimizer(KeepsState):
         groups = _checkpoint.merged_groups(self.param_groups, state_dict, name)
         for index, group in enumerate(groups):
             with _checkpoint.refusing(f"parameter group {index} of state_dict"):
-                self._validate(resolved({**self.defaults, **group}))
+                self._check(resolved({**self.defaults, **group}))
         state: dict[Any, Any] = {}
         errors: list[ValueError] = []
         for where, p, its_group, saved in _checkpoint.saved_states(groups, state_dict):
@@ -244,7 +268,7 @@ class LowBitOptimizer(KeepsState):
         """
         indices = range(len(self.param_groups))
         parts = [part for index in indices for part in self._parts(index)]
-        last, self.plans = self.plans, {}
+        last, self.plans, self._numbers = self.plans, {}, {}
         plans = {key: self._plan(part, last.get(key)) for key, part in parts}
         for key, part in parts:
             self._set_values(plans[key], part)
@@ -276,7 +300,7 @@ class LowBitOptimizer(KeepsState):
 
     def _overridden(self, settings: Mapping[str, Any]) -> list[tuple[Any, Mapping[str, Any]]]:
         """Settings by what `GlobalOptimManager` overrides of the parameters."""
-        return self._overrides.parts(settings, self._validate)
+        return self._overrides.parts(settings, self._check)
 
     def _gradients(self, group: Mapping[str, Any]) -> list[tuple[Tensor, Tensor, str]]:
         """Each parameter that has a gradient, with its gradient and engine; checked."""
@@ -297,7 +321,7 @@ class LowBitOptimizer(KeepsState):
         held = _sharding.locals_of(params)
         gradients = _sharding.locals_of([g for g in found if g is not None])
         form = (
-            self._clipping_rule(group), dispatch.request(), *map(group.get, FORM),
+            self._step_rule(group), dispatch.request(), *map(group.get, FORM),
             self._scaler("grad_scale") is None, self._scaler("found_inf") is None,
         )  # fmt: skip
         if last is not None:
@@ -328,6 +352,8 @@ class LowBitOptimizer(KeepsState):
                 whole = dispatch.readable(share.gradient(g), engine)
                 slot = self._slot(p, work, whole, group, _sharding.unwrapped(state))
                 slot.groups = share.groups
+                slot.blocks_before = share.blocks_before(slot.format.block)
+                slot.weight_blocks_before = share.blocks_before(WEIGHT_BLOCK)
             batches.setdefault((work.device, engine), []).append(slot)
         plan.gradients = [_sharding.local(p.grad) for p in plan.params]
         plan.batches = [
@@ -356,9 +382,13 @@ class LowBitOptimizer(KeepsState):
         moments = self._moments(group)
         format = self._format(p, group) if moments else FLOAT32
         layout = Layout.of(work.shape, format.block)
-        return Slot(
+        slot = Slot(
             p=work, g=g, format=format, step=state["step"],
             state=tuple(state[part.key] for unit in units(moments, format) for part in unit.parts),
             rows=layout.rows, row=layout.row, numel=p.numel(),
             lasting=tuple(state[x.key] for x in self._lasting(group)),
+            weights=self._weights(p, group), residual=state.get(RESIDUAL_KEY),
         )  # fmt: skip
+        if slot.weights.dithered or self._dithered(group):
+            slot.tensor_key = dither.tensor_key(group["seed"], self._number(p))
+        return slot

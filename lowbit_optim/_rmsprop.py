@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from lowbit_optim_kernels.rules import Rule
-from lowbit_optim_kernels.rules.rmsprop import MEAN, SQUARE, VARIANCE, rmsprop_rule
+from lowbit_optim_kernels.rules.rmsprop import MEAN, MEAN_SQUARE, VARIANCE, rmsprop_rule
 
 from . import _checks, _saved, _state
 from ._arguments import documented, settings_of
@@ -58,7 +58,7 @@ class RMSprop(LowBitOptimizer):
     """
 
     family = "RMSprop"
-    SAVED_MOMENTS = (SQUARE, MEAN, VARIANCE)
+    SAVED_MOMENTS = (MEAN_SQUARE, MEAN, VARIANCE)
 
     def __init__(
         self,
@@ -78,6 +78,9 @@ class RMSprop(LowBitOptimizer):
         max_unorm: float = 0.0,
         cautious: bool = False,
         state_format: str | None = None,
+        dither: bool = True,
+        seed: int = 0,
+        master_weight_bits: int | str | None = "auto",
         maximize: bool = False,
         foreach: bool | None = None,
         capturable: bool = False,
@@ -106,11 +109,11 @@ class RMSprop(LowBitOptimizer):
     ) -> dict[str, Any]:
         """With the second moment that `group` keeps: the mean square or the variance."""
         wanted = self._moments(group)[0]
-        kept = VARIANCE if saved.get(VARIANCE.key) is not None else SQUARE
+        kept = VARIANCE if saved.get(VARIANCE.key) is not None else MEAN_SQUARE
         if saved.get(kept.key) is None:
             return saved
         # Codes of a mean square, as an earlier version kept, know no variance.
-        sound = kept == VARIANCE or not group["centered"] or _saved.is_exact(saved, SQUARE)
+        sound = kept == VARIANCE or not group["centered"] or _saved.is_exact(saved, MEAN_SQUARE)
         if wanted == kept and sound:
             return saved
         x, known = _saved.read(saved, p, kept)
@@ -118,7 +121,7 @@ class RMSprop(LowBitOptimizer):
         if saved.get(MEAN.key) is not None:
             a, a_known = _saved.read(saved, p, MEAN)
         variance = x
-        if kept == SQUARE:
+        if kept == MEAN_SQUARE:
             slack = known + 2 * a.abs() * a_known + a_known * a_known
             variance = torch.where(x > 0, torch.maximum(x - a * a, slack), 0.0)
         read = {part.key for unit in _saved.saved_units(saved, (kept,)) for part in unit.parts}

@@ -23,7 +23,7 @@ def _format_of(saved: Mapping[str, Any], moments: Moments) -> Format | None:
     there = {
         format: len(keys)
         for format in FORMATS.values()
-        if (keys := keys_of(moments, format)) <= saved.keys()
+        if format.refusal(moments) is None and (keys := keys_of(moments, format)) <= saved.keys()
     }
     return max(there, key=there.__getitem__, default=None)
 
@@ -101,7 +101,8 @@ def check_shapes(saved: Mapping[str, Any], p: Tensor, unit: Unit) -> None:
 
 def _scales_of(key: str) -> str:
     """What the formats call the scales of a moment."""
-    found = [units((Moment(key),), format) for format in FORMATS.values()]
+    moments = (Moment(key),)
+    found = [units(moments, f) for f in FORMATS.values() if f.refusal(moments) is None]
     parts = [part for made in found for unit in made for part in unit.parts]
     return " or ".join(part.key for part in parts if part.per_block)
 

@@ -22,9 +22,10 @@ from torch import Tensor
 
 from lowbit_optim_kernels.formats import Format, units
 from lowbit_optim_kernels.formats.layout import Layout
-from lowbit_optim_kernels.plan import Batch
+from lowbit_optim_kernels.plan import WEIGHT_BLOCK, Batch
 from lowbit_optim_kernels.rules import Moment
 from lowbit_optim_kernels.rules import shared as _shared
+from lowbit_optim_kernels.weights import RESIDUAL_KEY, Weights
 
 NORMS = _shared.NORMS.key
 PLAIN = {Tensor, torch.nn.Parameter}
@@ -99,16 +100,14 @@ def _shards(p: Any) -> tuple[int, ...]:
     return tuple(i for i, placement in enumerate(p.placements) if placement.is_shard())
 
 
-def _cuts_blocks(p: Any, moments: tuple[Moment, ...], format: Format) -> bool:
-    """Whether a shard of a DTensor may end within a block."""
-    dims = _shards(p)
-    coded = any(not unit.format.exact for unit in units(moments, format))
-    layout = Layout.of(p.shape, format.block)
-    if not dims or not coded or layout.by_rows or not p.numel():
+def _cuts_blocks(p: Any, block: int) -> bool:
+    """Whether a shard of a DTensor may end within a block of this size."""
+    dims, layout = _shards(p), Layout.of(p.shape, block)
+    if not dims or layout.by_rows or not p.numel():
         return False
     ranks = math.prod(p.device_mesh.size(i) for i in dims)
     rows = -(-p.shape[0] // ranks)
-    blocks, rest = divmod(rows * (p.numel() // p.shape[0]), format.block)
+    blocks, rest = divmod(rows * (p.numel() // p.shape[0]), block)
     return bool(rest) or len(dims) > 1 or -(-layout.blocks_per_row // ranks) != blocks
 
 
@@ -119,18 +118,24 @@ class Share:
     Attributes:
         p: the DTensor.
         moments, format: what is kept of it.
+        weights: how it is stored itself.
         whole: whether every rank steps all of it, in a copy.
     """
 
     p: Any
     moments: tuple[Moment, ...]
     format: Format
+    weights: Weights
     whole: bool
 
     @staticmethod
-    def of(p: Any, moments: tuple[Moment, ...], format: Format) -> Share:
+    def of(p: Any, moments: tuple[Moment, ...], format: Format, weights: Weights) -> Share:
         """That of a DTensor whose moments are kept in this format."""
-        return Share(p, moments, format, _cuts_blocks(p, moments, format))
+        coded = any(not unit.format.exact for unit in units(moments, format))
+        cut = (coded and _cuts_blocks(p, format.block)) or (
+            weights.dithered and _cuts_blocks(p, WEIGHT_BLOCK)
+        )
+        return Share(p, moments, format, weights, cut)
 
     @property
     def groups(self) -> Groups:
@@ -167,6 +172,14 @@ class Share:
         shape, offset = compute_local_shape_and_global_offset(p.shape, p.device_mesh, p.placements)
         return tuple(shape), offset[0] if offset else 0
 
+    def blocks_before(self, block: int) -> int:
+        """The number that this rank's first block has in the whole parameter."""
+        if self.whole:
+            return 0
+        (_, first), layout = self._place(), Layout.of(self.p.shape, block)
+        in_row = self.p.numel() // max(1, self.p.shape[0]) if self.p.ndim else 1
+        return layout.blocks_before(first if layout.by_rows else first * in_row)
+
     def written(self, work: Tensor) -> Tensor:
         """Of what has been stepped this rank's shard."""
         if not self.whole:
@@ -181,6 +194,8 @@ class Share:
             return dict(state)
         rows, in_row = shape[0], self.p.numel() // max(1, self.p.shape[0])
         taken = dict(state)
+        if RESIDUAL_KEY in state:
+            taken[RESIDUAL_KEY] = state[RESIDUAL_KEY][first : first + rows].clone()
         for unit in units(self.moments, self.format):
             block = unit.format.block
             for part in unit.parts:
@@ -201,6 +216,7 @@ class Share:
             for unit in units(self.moments, self.format)
             for part in unit.parts
         }
+        shapes[RESIDUAL_KEY] = tuple(self.p.shape)
 
         def wrap(x: Tensor, shape: tuple[int, ...]) -> Tensor:
             stride = torch.empty(shape, device="meta").stride()

@@ -11,6 +11,8 @@ from torch import Tensor
 from lowbit_optim_kernels.formats import FORMATS, OF_BITS, Format, constant, units
 from lowbit_optim_kernels.plan import STEP_DTYPE
 from lowbit_optim_kernels.rules import Lasting, Moment
+from lowbit_optim_kernels.weights import OF_BITS as WEIGHTS
+from lowbit_optim_kernels.weights import PLAIN, RESIDUAL_KEY, Weights
 
 from . import _checks
 
@@ -42,8 +44,9 @@ def stored_of(x: Lasting, p: Tensor) -> Stored:
 
 
 def stored(
-    p: Tensor, starts: Mapping[Moment, float], format: Format, lasting: Iterable[Lasting]
-) -> dict[str, Stored]:
+    p: Tensor, starts: Mapping[Moment, float], format: Format, lasting: Iterable[Lasting],
+    weights: Weights,
+) -> dict[str, Stored]:  # fmt: skip
     """The tensors of a parameter's state.
 
     Args:
@@ -51,8 +54,11 @@ def stored(
         starts: its moments, each with the value that all of its elements have at first.
         format: how they are stored.
         lasting: what is kept of it beside moments.
+        weights: how the parameter itself is stored.
     """
     tensors = {"step": Stored((), STEP_DTYPE, p.device)}
+    if weights.residual is not None:
+        tensors[RESIDUAL_KEY] = Stored(tuple(p.shape), weights.residual, p.device)
     for x in lasting:
         tensors[x.key] = stored_of(x, p)
     for unit in units(tuple(starts), format):
@@ -89,3 +95,20 @@ def agreeing(own: Mapping[str, Any], inherited: Mapping[str, Any]) -> dict[str, 
 def format_of(group: Mapping[str, Any]) -> Format:
     """The format that a group's settings ask for; `optim_bits` alone means a format, too."""
     return FORMATS[group["state_format"] or OF_BITS[group["optim_bits"]]]
+
+
+def weights_of(p: Tensor, group: Mapping[str, Any]) -> Weights:
+    """How a parameter is stored.
+
+    Raises:
+        ValueError: for bits of master weights where the parameter's dtype has none.
+    """
+    bits = group["master_weight_bits"]
+    if p.dtype == torch.bfloat16:
+        return WEIGHTS[16 if bits == "auto" else bits]
+    if bits not in (None, "auto") and p.dtype != torch.float32:
+        raise ValueError(
+            f"master_weight_bits must be None or 'auto' for parameters of {p.dtype}, got {bits!r}; "
+            "bf16 parameters have 16, 24 and 32, and fp32 parameters need none"
+        )
+    return PLAIN

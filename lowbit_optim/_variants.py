@@ -1,4 +1,4 @@
-"""`X8bit` and `X32bit`: an optimizer whose `optim_bits` is fixed by its name."""
+"""`X4bit`, `X8bit` and `X32bit`: an optimizer whose `optim_bits` is fixed by its name."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ T = TypeVar("T", bound=type[LowBitOptimizer])
 
 
 def fixed_bits(bits: int, keep_argument: bool = False) -> Callable[[T], T]:
-    """Make a subclass of an optimizer `X` its `X8bit` or `X32bit`.
+    """Make a subclass of an optimizer `X` its `X4bit`, `X8bit` or `X32bit`.
 
-    It gets a constructor with X's signature, without `optim_bits` and, with 32 bits, which leave no
-    choice, without `state_format`; and every argument's description in its docstring.
+    It gets a constructor with X's signature, without `optim_bits` and, with 4 or 32 bits, which
+    leave no choice, without `state_format`; and every argument's description in its docstring.
 
     Args:
-        bits: 8 or 32.
+        bits: 4, 8 or 32.
         keep_argument: True where bitsandbytes' class of this name has `optim_bits` in its
             positional order; it must then be `bits`. Otherwise the argument is gone.
     """
     gone = set() if keep_argument else {"optim_bits"}
-    if bits == 32:
+    if bits in (4, 32):
         gone.add("state_format")
 
     def fix(cls: T) -> T:

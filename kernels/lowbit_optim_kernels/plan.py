@@ -12,11 +12,13 @@ from torch import Tensor
 
 from .formats import Format, units
 from .rules import Moment, Rule
+from .weights import PLAIN, Weights
 
 STEP_DTYPE = torch.int64  # fp32 would stop counting at 2**24
 
-P, G, STEP, STATE = 0, 1, 2, 3  # columns of a compiled engine's address table
+P, G, STEP, RESIDUAL, STATE = 0, 1, 2, 3, 4  # columns of a compiled engine's address table
 ALIGNMENT = 16  # bytes of the widest access
+WEIGHT_BLOCK = 64  # elements whose weights are rounded by the random bits of one block
 
 
 @dataclass
@@ -34,6 +36,11 @@ class Slot:
         groups: process groups over which a shard's sums are added up, one after the other, each
             with the type of its devices; none of a whole tensor.
         lasting: a tensor for each of the rule's `lasting`: 0-d fp64, or fp32 of shape (100,).
+        weights: how p is stored.
+        residual: what is kept beside it, of its shape; written.
+        tensor_key: of the random bits that round its moments and weights; see `dither`.
+        blocks_before, weight_blocks_before: the number of its first block in the global tensor, by
+            the format's blocks and by those of `WEIGHT_BLOCK`, which `weights` are rounded in.
     """
 
     p: Tensor
@@ -46,18 +53,26 @@ class Slot:
     numel: int
     lasting: tuple[Tensor, ...] = ()
     groups: tuple[tuple[Any, str], ...] = ()
+    weights: Weights = PLAIN
+    residual: Tensor | None = None
+    tensor_key: int = 0
+    blocks_before: int = 0
+    weight_blocks_before: int = 0
 
     def owned(self) -> tuple[Tensor, ...]:
         """The tensors of the state."""
-        return (*self.state, self.step, *self.lasting)
+        residual = () if self.residual is None else (self.residual,)
+        return (*self.state, self.step, *self.lasting, *residual)
 
     def addresses(self, rule: Rule) -> list[int]:
         """The slot's row of a compiled engine's address table, as wide as `address_columns` says.
 
-        p, g, step, what `state_columns` says, lasting; 0 for what the slot does not have.
+        p, g, step, residual, what `state_columns` says, lasting; 0 for what the slot does not have.
         """
         row = [0] * address_columns(rule)
         row[P], row[G], row[STEP] = self.p.data_ptr(), self.g.data_ptr(), self.step.data_ptr()
+        if self.residual is not None:
+            row[RESIDUAL] = self.residual.data_ptr()
         for column, x in zip(state_columns(rule.moments, self.format), self.state, strict=True):
             row[column] = x.data_ptr()
         for k, x in enumerate(self.lasting):
@@ -148,14 +163,17 @@ class Batch:
         self.addresses = [slot.addresses(self.rule) for slot in self.slots]
         last = STATE + len(self.rule.moments)
         self.aligned = [
-            not any(address % ALIGNMENT for address in (row[P], row[G], *row[STATE:last]))
+            not any(address % ALIGNMENT for address in (row[P], row[G], *row[RESIDUAL:last]))
             for row in self.addresses
         ]
         switches = (self.maximize, self.grad_scale is None, self.found_inf is None)
         kinds = [
-            (s.p.dtype, s.g.dtype, s.format, aligned, s.rows, s.row, s.numel)
+            (
+                s.p.dtype, s.g.dtype, s.format, s.weights, aligned, s.rows, s.row, s.numel,
+                s.tensor_key, s.blocks_before, s.weight_blocks_before,
+            )
             for s, aligned in zip(self.slots, self.aligned, strict=True)
-        ]
+        ]  # fmt: skip
         self.key = (self.rule, *switches, kinds)
 
     def take_gradients(self, gradients: list[Tensor], addresses: list[int]) -> None:

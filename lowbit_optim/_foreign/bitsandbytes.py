@@ -25,7 +25,7 @@ from lowbit_optim_kernels.rules.adagrad import SQUARES
 from lowbit_optim_kernels.rules.adam import ADAM
 from lowbit_optim_kernels.rules.ademamix import ADEMAMIX
 from lowbit_optim_kernels.rules.lion import MOMENTUM as LION
-from lowbit_optim_kernels.rules.rmsprop import SQUARE
+from lowbit_optim_kernels.rules.rmsprop import MEAN_SQUARE
 from lowbit_optim_kernels.rules.sgd import MOMENTUM as SGD
 
 from .coded import Coded, check_book, check_scales, scales_of
@@ -110,7 +110,7 @@ FAMILIES: dict[str, Family] = {
     ),
     "Lion": Family((LION,), ("lr", "betas", "weight_decay")),
     "RMSprop": Family(
-        ((SQUARE,),),
+        ((MEAN_SQUARE,),),
         ("lr", "eps", "weight_decay"),
         "alpha",
         {"momentum": 0.0, "centered": False},

@@ -12,7 +12,7 @@ from torch import Tensor
 from lowbit_optim_kernels import dispatch
 from lowbit_optim_kernels.formats import units
 from lowbit_optim_kernels.formats.dynamic8 import DYNAMIC8, block_absmax, create_dynamic_map, encode
-from lowbit_optim_kernels.rules import Moment
+from lowbit_optim_kernels.rules import SIGNED, SQUARE, Moment
 
 from .. import _saved
 from .bitsandbytes import BLOCKS, FAMILIES, NESTED, Family
@@ -137,7 +137,7 @@ def _coded(
     if stored.format is DYNAMIC8 and signed == moment.signed and same_blocks(shape, BLOCKS[0]):
         codes, scales = (member.state[part.key].detach().clone() for part in stored.parts)
     else:
-        (unit,) = units((Moment(moment.key, signed),), DYNAMIC8)
+        (unit,) = units((Moment(moment.key, SIGNED if signed else SQUARE),), DYNAMIC8)
         flat = numbers()[moment.key].flatten()
         codes, scales = dispatch.encode(unit, [flat], flat.shape).values()
     return {f"state{i}": codes.reshape(shape), f"absmax{i}": scales.flatten()}

@@ -10,16 +10,18 @@ import builtins
 import inspect
 import types
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from .. import dither
 from ..codegen.analysis import inputs
 from ..formats import Part, Unit, constant, finite_in_all, units
 from ..formats.layout import Layout
-from ..plan import Batch, Slot
+from ..plan import WEIGHT_BLOCK, Batch, Slot
 from ..rules import HISTORY, Chain, Phase, RuleFunction
 
 NAME = "torch"
@@ -106,6 +108,7 @@ def call_chain(chain: Chain, values: dict) -> None:
 
 
 Span = tuple[slice, slice, slice]
+ALL: Span = (slice(None), slice(None), slice(None))
 
 
 def spans(rows: int, row: int, block: int) -> Iterator[Span]:
@@ -131,11 +134,57 @@ def _in_blocks(x: Tensor, block: int, pad: float) -> Tensor:
     return x.reshape(x.shape[0], -1, block)
 
 
+@dataclass
+class Random:
+    """The random bits of one step of a parameter.
+
+    Attributes:
+        tensor_key: the parameter's.
+        step: the number of the step, from 1.
+        before: the number of its first block in the whole parameter.
+        device: where the bits are wanted.
+    """
+
+    tensor_key: int
+    step: Tensor
+    before: int
+    device: torch.device
+
+    def fractions(self, stream: int, span: Span, shape: tuple[int, int], block: int) -> Tensor:
+        """Numbers in [0, 1) for the blocks of a span, fp32 of shape (rows, blocks, block).
+
+        Args:
+            stream: what is rounded by them.
+            span: a part of the parameter.
+            shape: rows and elements of a row.
+            block: elements of a block.
+        """
+        rows, columns = self._at(span, shape)
+        blocks = columns[::block] // block
+        numbers = self.before + rows[:, None] * -(-shape[1] // block) + blocks
+        lanes = torch.arange(block, device=self.device)
+        return dither.fraction(self._bits(stream, numbers[..., None], lanes), torch.float32)
+
+    def of_weights(self, span: Span, shape: tuple[int, int]) -> Tensor:
+        """32 bits for each weight of a span, (rows, columns)."""
+        rows, columns = self._at(span, shape)
+        numbers = rows[:, None] * -(-shape[1] // WEIGHT_BLOCK) + columns // WEIGHT_BLOCK
+        return self._bits(dither.WEIGHT, self.before + numbers, columns % WEIGHT_BLOCK)
+
+    def _at(self, span: Span, shape: tuple[int, int]) -> tuple[Tensor, Tensor]:
+        """Numbers of the span's rows and columns."""
+        rows, columns = (torch.arange(size, device=self.device) for size in shape)
+        return rows[span[0]], columns[span[1]]
+
+    def _bits(self, stream: int, blocks: Tensor, lanes: Tensor) -> Tensor:
+        return dither.bits(dither.stream_key(self.tensor_key, stream), self.step, blocks, lanes)
+
+
 class _UnitView:
     """The tensors of a unit of one parameter, read and written a span at a time."""
 
     def __init__(self, unit: Unit, stored: Sequence[Tensor], rows: int, row: int) -> None:
-        self.unit, self.format = unit, unit.format
+        self.unit, self.format, self.shape = unit, unit.format, (rows, row)
         self.views = [
             x.view(rows, -1 if part.per_block else row) for part, x in self._pairs(stored)
         ]
@@ -163,15 +212,25 @@ class _UnitView:
         decoded = self.format.decode(moments, in_blocks, dtype)
         return [x.flatten(1)[:, :columns] for x in decoded]
 
-    def write(self, span: Span, values: Sequence[Tensor]) -> None:
-        """Store the numbers of each moment, finite ones unless the format is exact."""
+    def write(self, span: Span, values: Sequence[Tensor], random: Random | None = None) -> None:
+        """Store the numbers of each moment, finite ones unless the format is exact.
+
+        Moments that have a stream are rounded by its random bits.
+        """
         stored, moments = self._pairs(self._of_span(span)), self.unit.moments
         if self.format.exact:
             for (_, old), new in zip(stored, self.format.encode(moments, values), strict=True):
                 old.copy_(new)
             return
         in_blocks = [_in_blocks(x, self.format.block, 0.0) for x in values]
-        for (part, old), new in zip(stored, self.format.encode(moments, in_blocks), strict=True):
+        fractions = [
+            random.fractions(m.stream, span, self.shape, self.format.block).to(values[0].dtype)
+            if random is not None and m.stream
+            else None
+            for m in moments
+        ]
+        coded = self.format.encode(moments, in_blocks, fractions)
+        for (part, old), new in zip(stored, coded, strict=True):
             old.copy_(new.squeeze(-1) if part.per_block else new.flatten(1)[:, : old.shape[1]])
 
 
@@ -269,11 +328,21 @@ class TorchRun:
             name: value[i].to(dtype) if isinstance(value, Tensor) and value.ndim else value
             for name, value in self.values.items()
         }
-        values["p"] = slot.p.view(shape)[rows, columns].to(dtype)
+        p, residual = self._weights(slot, span)
+        values["p"] = slot.weights.read(p, residual, dtype)
         values["g"] = slot.g.view(shape)[rows, columns].to(dtype) * values["gscale"]
         for view in units_of:
             values.update(zip(view.unit.keys, view.read(span, dtype), strict=True))
         return values
+
+    @staticmethod
+    def _weights(slot: Slot, span: Span) -> tuple[Tensor, Tensor | None]:
+        """A span of the parameter and of its residual."""
+        rows, columns, _ = span
+        p, residual = slot.p.view(slot.rows, slot.row), slot.residual
+        if residual is not None:
+            residual = residual.view(slot.rows, slot.row)[rows, columns]
+        return p[rows, columns], residual
 
     def _units(self, slot: Slot) -> list[_UnitView]:
         views, at = [], 0
@@ -284,14 +353,19 @@ class TorchRun:
         return views
 
     def _write(self, i: int, slot: Slot, units_of: list[_UnitView], span: Span) -> None:
-        rows, columns, _ = span
         values = self._elements(i, slot, units_of, span)
         call_chain(self.batch.rule.direction, values)
-        p = values["shrink"] * values["p"] - values["rate"] * values["u"]
-        slot.p.view(slot.rows, slot.row)[rows, columns] = p.to(slot.p.dtype)
+        new_p = values["shrink"] * values["p"] - values["rate"] * values["u"]
+        p, residual = self._weights(slot, span)
+        random = None
+        if slot.weights.dithered:
+            weights = Random(slot.tensor_key, slot.step, slot.weight_blocks_before, self.device)
+            random = weights.of_weights(span, (slot.rows, slot.row))
+        slot.weights.write(new_p, p, residual, random)
+        of_moments = Random(slot.tensor_key, slot.step, slot.blocks_before, self.device)
         for view in units_of:
             new = [values[key] for key in view.unit.keys]
-            view.write(span, new if view.format.exact else finite_in_all(new))
+            view.write(span, new if view.format.exact else finite_in_all(new), of_moments)
 
 
 def start(batch: Batch) -> TorchRun:
@@ -299,14 +373,20 @@ def start(batch: Batch) -> TorchRun:
     return TorchRun(batch)
 
 
-def encode(unit: Unit, values: Sequence[Tensor], layout: Layout, out: Sequence[Tensor]) -> None:
-    """Code contiguous tensors into the tensors `out` of a unit's parts; bad numbers give zero."""
+def encode(
+    unit: Unit, values: Sequence[Tensor], layout: Layout, out: Sequence[Tensor],
+    random: Random | None = None,
+) -> None:  # fmt: skip
+    """Code contiguous tensors into the tensors `out` of a unit's parts; bad numbers give zero.
+
+    Moments that have a stream are rounded by its random bits, if there are any.
+    """
     rows, row = layout.rows, layout.row
     view = _UnitView(unit, out, rows, row)
     for span in spans(rows, row, layout.block):
         parts = [x.view(rows, row)[span[0], span[1]] for x in values]
         parts = [x if x.dtype == torch.float64 else x.float() for x in parts]
-        view.write(span, finite_in_all(parts))
+        view.write(span, finite_in_all(parts), random)
 
 
 def decode(unit: Unit, stored: Sequence[Tensor], layout: Layout, out: Sequence[Tensor]) -> None:

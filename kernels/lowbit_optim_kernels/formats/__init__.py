@@ -50,6 +50,7 @@ class Format(ABC):
         name: what `state_format=` and checkpoints call it.
         bits: of an element, which `optim_bits` says for short.
         block: elements that share a scale.
+        dithers_all: whether averages are dithered that are not slow, too: codes are that coarse.
         numba, triton: modules with the engines' code, imported when an engine first needs them; see
             docs/adding_a_format.md for what they have.
     """
@@ -59,6 +60,15 @@ class Format(ABC):
     numba: str
     triton: str
     block: int = BLOCK
+    dithers_all: bool = False
+
+    def of(self, moments: Sequence[Moment]) -> Format:
+        """The format that these moments of a rule are kept in where this one is asked for."""
+        return self
+
+    def refusal(self, moments: Sequence[Moment]) -> str | None:
+        """Why this format cannot keep a rule's moments; None if it can."""
+        return None
 
     @abstractmethod
     def parts(self, moments: Sequence[Moment]) -> tuple[Part, ...]:
@@ -68,12 +78,19 @@ class Format(ABC):
         """
 
     @abstractmethod
-    def encode(self, moments: Sequence[Moment], values: Sequence[Tensor]) -> list[Tensor]:
+    def encode(
+        self,
+        moments: Sequence[Moment],
+        values: Sequence[Tensor],
+        random: Sequence[Tensor | None] = (),
+    ) -> list[Tensor]:
         """Code whole blocks.
 
         Args:
             moments: what is coded.
             values: for each its finite numbers, of shape (..., block) and fp32 or fp64.
+            random: for each numbers in [0, 1) of the same shape and dtype, by which it is rounded,
+                or None to round to nearest; empty rounds all to nearest.
 
         Returns:
             For each of `parts` its numbers: (..., block), or (..., 1) of one that is per block.
@@ -128,7 +145,7 @@ class Unit:
 
 
 FORMATS: dict[str, Format] = {}
-OF_BITS = {8: "dynamic8", 32: "float32"}  # what `optim_bits` means
+OF_BITS = {4: "ratio4", 8: "dynamic8", 32: "float32"}  # what `optim_bits` means
 
 
 @cache
@@ -168,3 +185,4 @@ def finite_in_all(values: Sequence[Tensor]) -> list[Tensor]:
 # Formats register themselves, so they are imported when there is something to register with.
 from . import dynamic8 as dynamic8  # noqa: E402
 from . import float32 as float32  # noqa: E402
+from . import ratio as ratio  # noqa: E402

@@ -28,7 +28,12 @@ class Float32(Format):
     def parts(self, moments: Sequence[Moment]) -> tuple[Part, ...]:
         return tuple(Part(moment.key, None) for moment in moments)
 
-    def encode(self, moments: Sequence[Moment], values: Sequence[Tensor]) -> list[Tensor]:
+    def encode(
+        self,
+        moments: Sequence[Moment],
+        values: Sequence[Tensor],
+        random: Sequence[Tensor | None] = (),
+    ) -> list[Tensor]:
         return list(values)
 
     def decode(

@@ -44,6 +44,13 @@ class Layout:
         """Blocks in a row, the last of which may be short."""
         return -(-self.row // self.block)
 
+    def blocks_before(self, first: int) -> int:
+        """How many blocks there are before a row of dimension 0.
+
+        Of a flattened tensor, where no shard begins within a block, before this element.
+        """
+        return first * self.blocks_per_row if self.by_rows else first // self.block
+
     @property
     def scales_shape(self) -> tuple[int, ...]:
         """Shape of the scales: (rows, blocks per row), or (blocks,) for a flattened layout."""

@@ -74,20 +74,39 @@ def gives(*names: str) -> Callable[[Any], RuleFunction]:
     return mark
 
 
+# Roles of moments, by which formats choose a code. A square is never negative, and a code keeps a
+# positive one from becoming zero. A ratio is an average whose update divides it by the root of a
+# square, its partner. Of a sign moment small numbers count as much as large ones.
+SIGNED, SIGN, SQUARE, RATIO = "signed", "sign", "square", "ratio"
+
+
 @dataclass(frozen=True)
 class Moment:
     """One moment of the optimizer state.
 
     Attributes:
         key: its name in `state_dict()`.
-        signed: False for one that is never negative; a code then keeps a positive number from
-            becoming zero.
+        role: what it is to the update: one of SIGNED, SIGN, SQUARE and RATIO.
+        partner: the key of the square that a ratio is divided by.
+        decay: the hyperparameter that is its averaging coefficient, if it is an average.
         exact: whether it is kept in 32 bits whatever the state's format is.
+        maximum: whether it is the largest value so far, which dither would make creep upward.
+        stream: which random bits dither its codes; 0 where they are rounded to nearest. A rule as
+            it is written has none: `shared.with_dither` gives them.
     """
 
     key: str
-    signed: bool = True
+    role: str = SIGNED
+    partner: str | None = None
+    decay: str | None = None
     exact: bool = False
+    maximum: bool = False
+    stream: int = 0
+
+    @property
+    def signed(self) -> bool:
+        """Whether it can be negative."""
+        return self.role != SQUARE
 
 
 @dataclass(frozen=True)

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from . import TINY, Moment, Rule, gives
+from . import SQUARE, TINY, Moment, Rule, gives
 from .shared import caps, coupled_decay
 
-SQUARES = (Moment("sum", signed=False),)
+SQUARES = (Moment("sum", SQUARE),)
 
 
 @gives("floor", "shrink", "rate")

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from . import TINY, Chain, Moment, Rule, gives
+from . import RATIO, SQUARE, TINY, Chain, Moment, Rule, gives
 from .shared import caps, cautious, coupled_decay
 
-ADAM = (Moment("exp_avg", signed=True), Moment("exp_avg_sq", signed=False))
-AMSGRAD = (*ADAM, Moment("max_exp_avg_sq", signed=False))
+ADAM = (
+    Moment("exp_avg", RATIO, partner="exp_avg_sq", decay="beta1"),
+    Moment("exp_avg_sq", SQUARE, decay="beta2"),
+)
+AMSGRAD = (*ADAM, Moment("max_exp_avg_sq", SQUARE, maximum=True))
 
 
 def gains(beta1, beta2):

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from . import TINY, Moment, Rule, gives
+from . import RATIO, SQUARE, TINY, Moment, Rule, gives
 from .shared import caps, cautious
 
 ADEMAMIX = (
-    Moment("exp_avg", signed=True),
-    Moment("exp_avg_slow", signed=True),
-    Moment("exp_avg_sq", signed=False),
+    Moment("exp_avg", RATIO, partner="exp_avg_sq", decay="beta1"),
+    Moment("exp_avg_slow", RATIO, partner="exp_avg_sq", decay="beta3"),
+    Moment("exp_avg_sq", SQUARE, decay="beta2"),
 )
 
 

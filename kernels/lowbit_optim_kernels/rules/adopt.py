@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from . import TINY, Rule, gives
-from .adam import ADAM
+from . import SQUARE, TINY, Moment, Rule, gives
 from .shared import caps, cautious, clipped, coupled_decay
+
+# The momentum is of gradients that have been divided already.
+ADOPT = (Moment("exp_avg", decay="beta1"), Moment("exp_avg_sq", SQUARE, decay="beta2"))
 
 
 @gives("gain1", "gain2", "floor", "limit", "shrink", "rate")
@@ -30,4 +32,4 @@ def adopt_rule(coupled: bool, cap: bool, caution: bool = False) -> Rule:
     """The rule of ADOPT; `coupled` puts the decay into the gradient."""
     chain = (coupled_decay, adopt) if coupled else (adopt,)
     direction, phases = cautious(chain, caution)
-    return Rule("adopt", direction, prepare_adopt, ADAM, (*phases, *caps(direction, cap)))
+    return Rule("adopt", direction, prepare_adopt, ADOPT, (*phases, *caps(direction, cap)))

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from . import Moment, Rule, gives
+from . import SIGN, Moment, Rule, gives
 from .shared import caps, cautious
 
-MOMENTUM = (Moment("exp_avg", signed=True),)
+MOMENTUM = (Moment("exp_avg", SIGN, decay="beta2"),)
 
 
 @gives("gain1", "gain2", "shrink", "rate")

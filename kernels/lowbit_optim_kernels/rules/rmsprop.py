@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from . import TINY, Moment, Rule, gives
+from . import SQUARE, TINY, Moment, Rule, gives
 from .shared import caps, cautious, coupled_decay
 
-SQUARE = Moment("square_avg", signed=False)
-VARIANCE = Moment("variance", signed=False)
-MEAN = Moment("grad_avg", signed=True)
-BUFFER = Moment("momentum_buffer", signed=True)
+MEAN_SQUARE = Moment("square_avg", SQUARE, decay="alpha")
+VARIANCE = Moment("variance", SQUARE, decay="alpha")
+# No ratio to the variance, which is next to zero where the gradient hardly changes.
+MEAN = Moment("grad_avg", decay="alpha")
+BUFFER = Moment("momentum_buffer", decay="momentum")
 
 
 @gives("gain", "floor", "shrink", "rate")
@@ -60,7 +61,7 @@ def rmsprop_rule(
         step = rmsprop_centered_as_torch if as_torch else rmsprop_centered
     chain = (coupled_decay, step, *((momentum_of_updates,) if momentum else ()))
     direction, phases = cautious(chain, caution)
-    first = VARIANCE if centered and not as_torch else SQUARE
+    first = VARIANCE if centered and not as_torch else MEAN_SQUARE
     moments = (first, *((MEAN,) if centered else ()), *((BUFFER,) if momentum else ()))
     phases = (*phases, *caps(direction, cap))
     return Rule("rmsprop", direction, prepare_rmsprop, moments, phases)

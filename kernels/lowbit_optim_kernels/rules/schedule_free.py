@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from . import TINY, Lasting, Moment, Phase, Rule, gives
+from . import SQUARE, TINY, Lasting, Moment, Phase, Rule, gives
 from .shared import cap_update, parameter_and_update_norms
 
 # z is where the steps go: an error in it is never made up for, so it stays exact.
-MOMENTS = (Moment("exp_avg_sq", signed=False), Moment("z", exact=True))
+MOMENTS = (Moment("exp_avg_sq", SQUARE, decay="beta2"), Moment("z", exact=True))
 LASTING = (Lasting("weight_sum"), Lasting("lr_max"))
 
 

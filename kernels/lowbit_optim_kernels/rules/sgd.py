@@ -5,7 +5,7 @@ from __future__ import annotations
 from . import Moment, Phase, Rule, gives
 from .shared import caps, cautious, coupled_decay
 
-MOMENTUM = (Moment("momentum_buffer", signed=True),)
+MOMENTUM = (Moment("momentum_buffer", decay="momentum"),)
 
 
 @gives("keep", "take", "shrink", "rate")

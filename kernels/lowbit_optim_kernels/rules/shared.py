@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from functools import cache
 
-from . import Chain, Lasting, Phase, Rule, gives
+from . import SQUARE, Chain, Lasting, Moment, Phase, Rule, gives
 
 NORMS = Lasting("gnorm_vec", start=-1.0, history=True)  # squared, of the last steps' gradients
 LEAST_SHARE = 1e-3  # of the elements that `cautious` counts as kept
@@ -89,6 +89,24 @@ def clip_to_percentile(gscale, g_sq, gnorm_vec, step, percentile, live):
 
 # A norm that is not finite has to be seen, and then nothing is clipped.
 CLIP = Phase((gradient_square,), clip_to_percentile, finite=False)
+
+
+def _streams(moments: tuple[Moment, ...]) -> dict[str, int]:
+    """The random bits that each moment has: 3 of a square, 2 and 4 of others, 5 of any further."""
+    squares, others = iter((3,)), iter((2, 4))
+    return {m.key: next(squares if m.role == SQUARE else others, 5) for m in moments}
+
+
+def dithered(moments: tuple[Moment, ...], keys: frozenset[str]) -> tuple[Moment, ...]:
+    """Moments of a rule, those with these keys rounded by dither."""
+    streams = _streams(moments)
+    return tuple(replace(m, stream=streams[m.key]) if m.key in keys else m for m in moments)
+
+
+@cache
+def with_dither(rule: Rule, keys: frozenset[str]) -> Rule:
+    """A rule some of whose moments are rounded by dither."""
+    return replace(rule, moments=dithered(rule.moments, keys)) if keys else rule
 
 
 @cache

@@ -36,7 +36,7 @@ from ...codegen.analysis import (
 from ...codegen.specialize import Item, Variable, Writer, variables
 from ...formats import Format, Unit, constant, units
 from ...plan import STEP, G, P, address_columns, lasting_column, state_columns
-from ...rules import Chain, Moment, Phase, Rule, RuleFunction
+from ...rules import SIGNED, SQUARE, Chain, Moment, Phase, Rule, RuleFunction
 
 GSCALE, SCALARS = 0, 1  # columns of `scalars`
 SIZE = {"f32": 4, "bf16": 2, "f16": 2}
@@ -130,7 +130,7 @@ def codec_module(format: Format) -> str:
     """Text of the module with a format's functions for whole tensors."""
     writer = _writer(format)
     for signed in (True, False):
-        moment = Moment("x", signed)
+        moment = Moment("x", SIGNED if signed else SQUARE)
         (unit,) = units((moment,), format)
         words = ("row", "numbers", *(part.key for part in unit.parts))
         job = tuple(Item(key=x, offset=WORK + 8 * k) for k, x in enumerate(words))

@@ -120,14 +120,20 @@ def codebook_on(signed: bool, dtype: torch.dtype, device: torch.device) -> Tenso
     return _codebook(signed).to(device=device, dtype=dtype)
 
 
-def encode(x: Tensor, absmax: Tensor, signed: bool) -> Tensor:
-    """Codes of finite `x` (fp32 or fp64) for scales `absmax` that broadcast over it; uint8."""
+def encode(x: Tensor, absmax: Tensor, signed: bool, random: Tensor | None = None) -> Tensor:
+    """Codes of finite `x` (fp32 or fp64) for scales `absmax` that broadcast over it; uint8.
+
+    Rounded to nearest, or by numbers in [0, 1): to the code below x or, with the probability of the
+    distance to it, to the one above.
+    """
     thresholds, inverse, offset, last = _tables(signed, x.dtype, x.device)
     a = (x.abs() / absmax.to(x.dtype)).nan_to_num_(nan=0.0, posinf=1.0).clamp_(max=1.0)
     # A negative tie takes the larger d, which is the lower code.
     sought = torch.where(x < 0, torch.nextafter(a, torch.ones_like(a)), a) if signed else a
     piece = torch.bucketize(sought, thresholds, out_int32=True)
     f = a.mul_(inverse[piece]).add_(offset[piece])
+    if random is not None:
+        return _dithered(x, f, last[piece], signed, random)
     down = torch.ceil(f - 0.5)  # a tie takes the smaller d
     if signed:
         up = torch.floor(f.add_(0.5))  # a negative tie takes the larger d: the lower code
@@ -138,6 +144,22 @@ def encode(x: Tensor, absmax: Tensor, signed: bool) -> Tensor:
         d = torch.minimum(down, last[piece])
         code = torch.where(x > 0, d.clamp(min=1), 0.0)
     return code.to(torch.uint8)
+
+
+def _dithered(x: Tensor, f: Tensor, last: Tensor, signed: bool, random: Tensor) -> Tensor:
+    """Codes of x by dither; f is where it is on the line of its piece, in steps of d.
+
+    Between two decades the values are 3 steps of the lower apart, or 3/5 of the upper.
+    """
+    shift = 0 if signed else 1
+    first = (last + shift + 1) / 2 - shift
+    z = torch.minimum(f, (f + 2 * last) / 3)
+    z = torch.minimum(z, (5 * f - 2 * first) / 3)
+    if signed:
+        code = torch.where(x < 0, -z, z).add_(random).floor_().add_(127).clamp_(0, TOP_CODE)
+        return torch.where(x != 0, code, 127.0).to(torch.uint8)
+    code = z.add_(random).floor_().clamp_(1, TOP_CODE)
+    return torch.where(x > 0, code, 0.0).to(torch.uint8)
 
 
 def decode(codes: Tensor, absmax: Tensor, signed: bool, dtype: torch.dtype) -> Tensor:
@@ -169,10 +191,15 @@ class Dynamic8(Format):
         scales = [Part(f"{moment.key}_absmax", torch.float32, True) for moment in moments]
         return (*codes, *scales)
 
-    def encode(self, moments: Sequence[Moment], values: Sequence[Tensor]) -> list[Tensor]:
+    def encode(
+        self,
+        moments: Sequence[Moment],
+        values: Sequence[Tensor],
+        random: Sequence[Tensor | None] = (),
+    ) -> list[Tensor]:
         scales = [block_absmax(x) for x in values]
-        coded = zip(moments, values, scales, strict=True)
-        return [*(encode(x, scale, moment.signed) for moment, x, scale in coded), *scales]
+        coded = zip(moments, values, scales, random or [None] * len(moments), strict=True)
+        return [*(encode(x, scale, moment.signed, u) for moment, x, scale, u in coded), *scales]
 
     def decode(
         self, moments: Sequence[Moment], stored: Sequence[Tensor], dtype: torch.dtype
