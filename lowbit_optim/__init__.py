@@ -54,7 +54,10 @@ from ._lion import Lion as Lion
 from ._lion import Lion8bit as Lion8bit
 from ._lion import Lion32bit as Lion32bit
 from ._manager import GlobalOptimManager as GlobalOptimManager
+from ._master_weights import load_master_weights as load_master_weights
+from ._master_weights import master_weights as master_weights
 from ._optimizer import LowBitOptimizer as LowBitOptimizer
+from ._release import release_gradients as release_gradients
 from ._rmsprop import RMSprop as RMSprop
 from ._rmsprop import RMSprop8bit as RMSprop8bit
 from ._rmsprop import RMSprop32bit as RMSprop32bit

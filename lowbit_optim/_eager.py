@@ -172,7 +172,7 @@ class EagerOptimizer(LowBitOptimizer):
         return state
 
     def _step_groups(self) -> None:
-        self._numbers = {}
+        self._places = {}
         if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
             raise RuntimeError(
                 f"{type(self).__name__}.step cannot be captured in a CUDA graph: the host decides "
@@ -198,6 +198,12 @@ class EagerOptimizer(LowBitOptimizer):
         for p, g, part in todo:
             self._step_parameter(p, g, part, states[p])
 
+    def _check_single_steps(self) -> None:
+        raise ValueError(
+            f"{type(self).__name__} cannot step parameters in the backward pass: its rates follow "
+            "sizes of whole tensors, which torch operators work out between passes; use step()"
+        )
+
     def _step_parameter(
         self, p: Tensor, g: Tensor, group: Mapping[str, Any], state: dict[str, Any]
     ) -> None:
@@ -218,7 +224,7 @@ class EagerOptimizer(LowBitOptimizer):
         )  # fmt: skip
         new = self._update(work)
         state["step"] += 1
-        key = tensor_key(group["seed"], self._number(p))
+        key = tensor_key(group["seed"], self._place(p)[0])
         random = None
         if weights.dithered:
             layout = Layout.of(p.shape, WEIGHT_BLOCK)

@@ -20,6 +20,7 @@ from lowbit_optim_kernels.weights import RESIDUAL_KEY
 
 from . import _checkpoint, _checks, _foreign, _gradients, _manager, _sharding, _state
 from ._keeps_state import KeepsState
+from ._release import ReleasedGradients
 from ._settings import Settings, resolved, without_numpy
 
 # Settings that decide how state is stored, what is compiled and which engine takes it.
@@ -46,6 +47,7 @@ class LowBitOptimizer(KeepsState):
     """
 
     family: ClassVar[str]
+    grad_scale: Tensor  # which a GradScaler sets while it has `step` called
     _step_supports_amp_scaling = True
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
@@ -83,15 +85,22 @@ class LowBitOptimizer(KeepsState):
         self._captured: list[Any] = []
         self._settings = Settings()
         self._overrides = _manager.Overrides()
-        self._numbers: dict[Tensor, int] = {}
+        self._partial_plans: dict[Any, StepPlan] = {}
+        self._places: dict[Tensor, tuple[int, int]] = {}
+        self._released: ReleasedGradients | None = getattr(self, "_released", None)
 
-    def _number(self, p: Tensor) -> int:
-        """What `state_dict()` calls a parameter."""
-        if not self._numbers:
-            listed = (p for group in self.param_groups for p in group["params"])
-            for i, one in enumerate(listed):
-                self._numbers.setdefault(one, i)
-        return self._numbers[p]
+    def _place(self, p: Tensor) -> tuple[int, int]:
+        """What `state_dict()` calls a parameter, and its group's index."""
+        if p not in self._places:
+            listed = [(p, i) for i, group in enumerate(self.param_groups) for p in group["params"]]
+            self._places = {}
+            for number, (one, index) in enumerate(listed):
+                self._places.setdefault(one, (number, index))
+        if p not in self._places:
+            raise ValueError(
+                f"a parameter of shape {tuple(p.shape)} is not in this {type(self).__name__}"
+            )
+        return self._places[p]
 
     def _check_given(self, group: Mapping[str, Any]) -> None:
         """Raise for settings that a user may not write; a step may come to others."""
@@ -188,8 +197,57 @@ class LowBitOptimizer(KeepsState):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        if self._released is not None:
+            self._check_unscaled()
+            self._released.finish()
         self._step_groups()
         return loss
+
+    @torch._disable_dynamo
+    @torch.no_grad()
+    def step_parameter(
+        self, p: Tensor, group: dict[str, Any] | None = None, i: int | None = None
+    ) -> None:
+        """Step one parameter now, as `step()` would, in a hook of a trainer for example.
+
+        `release_gradients` registers such hooks and steps several parameters at once.
+
+        Args:
+            p: the parameter; without a gradient it stays as it is. The gradient is kept.
+            group: its parameter group, and
+            i: its place there, which some trainers say; they must be right.
+
+        Raises:
+            ValueError: for a parameter that is not in this optimizer, or elsewhere in it; and by
+                `Cain` and `LearnedGradient`.
+            RuntimeError: as `step()`, and under a GradScaler, whose scale is known only later.
+        """
+        self._check_single_steps()
+        self._check_unscaled()
+        index = self._place(p)[1]
+        its = self.param_groups[index]
+        if group is not None and group is not its:
+            raise ValueError(f"group must be that of the parameter, parameter group {index}")
+        if i is not None and not (0 <= i < len(its["params"]) and its["params"][i] is p):
+            raise ValueError(f"i must be the parameter's place in its group; got {i!r}")
+        if p.grad is not None:
+            self._step_some([p])
+
+    def step_param(self, p: Tensor, group: dict[str, Any] | None = None) -> None:
+        """`step_parameter`, by the name that some trainers call it."""
+        self.step_parameter(p, group)
+
+    def _check_single_steps(self) -> None:
+        """Raise a ValueError if parameters cannot be stepped by themselves."""
+
+    def _check_unscaled(self) -> None:
+        """Raise a RuntimeError if gradients have a scale that is known only in `step()`."""
+        if self._scaler("grad_scale") is not None or self._scaler("found_inf") is not None:
+            raise RuntimeError(
+                f"{type(self).__name__}: gradients that a GradScaler scales cannot be stepped in "
+                "the backward pass, as their scale and overflows are known only after it; train "
+                "in bf16, which needs no GradScaler, or do not release gradients"
+            )
 
     def state_dict(self) -> dict[str, Any]:
         """The state as tensors, numbers, strings, lists and dicts only.
@@ -266,9 +324,34 @@ class LowBitOptimizer(KeepsState):
         All that is refused is refused, all memory for new state is had and all code is compiled
         before the first parameter or state changes.
         """
+        last, self.plans, self._places = self.plans, {}, {}
+        if self._released is not None and not self._has_gradients():
+            return
         indices = range(len(self.param_groups))
         parts = [part for index in indices for part in self._parts(index)]
-        last, self.plans, self._numbers = self.plans, {}, {}
+        self.plans = self._step_parts(parts, last)
+
+    def _has_gradients(self) -> bool:
+        return any(p.grad is not None for group in self.param_groups for p in group["params"])
+
+    def _step_some(self, params: list[Tensor]) -> None:
+        """Step parameters that have gradients; plans are kept for when the same ones recur."""
+        of_groups: dict[int, list[Tensor]] = {}
+        for p in params:
+            of_groups.setdefault(self._place(p)[1], []).append(p)
+        parts = [
+            ((index, key, tuple(map(id, some))), part)
+            for index, some in of_groups.items()
+            for key, part in self._overridden({**self._settings_of(index), "params": some})
+        ]
+        last = self._partial_plans
+        self._partial_plans = {} if len(last) > len(self._places) else last
+        self._partial_plans.update(self._step_parts(parts, last))
+
+    def _step_parts(
+        self, parts: list[tuple[Any, Mapping[str, Any]]], last: Mapping[Any, StepPlan]
+    ) -> dict[Any, StepPlan]:
+        """Step parts of groups; their step plans by their keys."""
         plans = {key: self._plan(part, last.get(key)) for key, part in parts}
         for key, part in parts:
             self._set_values(plans[key], part)
@@ -291,7 +374,7 @@ class LowBitOptimizer(KeepsState):
             torch.autograd.graph.increment_version(written)
         for plan in plans.values():
             plan.freeze(self.state)
-        self.plans = plans
+        return plans
 
     def _parts(self, index: int) -> list[tuple[Any, Mapping[str, Any]]]:
         """A group's settings by what is overridden of its parameters; each part with a key."""
@@ -390,5 +473,5 @@ class LowBitOptimizer(KeepsState):
             weights=self._weights(p, group), residual=state.get(RESIDUAL_KEY),
         )  # fmt: skip
         if slot.weights.dithered or self._dithered(group):
-            slot.tensor_key = dither.tensor_key(group["seed"], self._number(p))
+            slot.tensor_key = dither.tensor_key(group["seed"], self._place(p)[0])
         return slot

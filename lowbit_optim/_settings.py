@@ -45,11 +45,14 @@ def _number(value: Any) -> Any:
 def resolved(group: Mapping[str, Any]) -> dict[str, Any]:
     """A group's settings as numbers; `params` are left as they are."""
     return {
-        key: value if key == "params" or type(value) in _PLAIN else _number(value)
+        key: value if key in NO_SETTINGS or type(value) in _PLAIN else _number(value)
         for key, value in group.items()
     }
 
 
+# What a group has beside settings: its parameters, and the norm of all gradients in the last step.
+PREVIOUS_NORM = "previous_gradient_norm"
+NO_SETTINGS = ("params", PREVIOUS_NORM)
 _PLAIN = (float, int, bool, str, type(None))
 
 
@@ -113,7 +116,7 @@ class Settings:
         known = resolved(group)
         validate(known)
         self._given.pop(index, None)
-        values = (value for key, value in group.items() if key != "params")
+        values = (value for key, value in group.items() if key not in NO_SETTINGS)
         if not any(map(_may_change, values)):
             self._given[index], self._resolved[index] = dict(group), known
         return known

@@ -100,6 +100,14 @@ def _shards(p: Any) -> tuple[int, ...]:
     return tuple(i for i, placement in enumerate(p.placements) if placement.is_shard())
 
 
+def shard_groups(p: Any) -> Groups:
+    """The processes that have the other shards of a DTensor; none of a plain tensor."""
+    if not is_dtensor(p):
+        return ()
+    mesh = p.device_mesh
+    return tuple((mesh.get_group(i), mesh.device_type) for i in _shards(p))
+
+
 def _cuts_blocks(p: Any, block: int) -> bool:
     """Whether a shard of a DTensor may end within a block of this size."""
     dims, layout = _shards(p), Layout.of(p.shape, block)
@@ -140,10 +148,7 @@ class Share:
     @property
     def groups(self) -> Groups:
         """The processes over which sums have to be added up."""
-        if self.whole:
-            return ()
-        mesh = self.p.device_mesh
-        return tuple((mesh.get_group(i), mesh.device_type) for i in _shards(self.p))
+        return () if self.whole else shard_groups(self.p)
 
     def held(self) -> Tensor:
         """The plain tensor that is stepped; of a whole parameter a copy."""
@@ -244,6 +249,29 @@ def spread_alike(saved: Mapping[str, Any], p: Any) -> bool:
 def gathered(saved: Mapping[str, Any]) -> dict[str, Any]:
     """Saved state with whole tensors on every rank."""
     return {key: x.full_tensor() if is_dtensor(x) else x for key, x in saved.items()}
+
+
+def spread(x: Tensor, p: Any) -> Tensor:
+    """A plain tensor of this rank's shard of p, as a DTensor dealt out as p is; if p is one."""
+    if not is_dtensor(p):
+        return x
+    from torch.distributed.tensor import DTensor
+
+    return DTensor.from_local(
+        x, p.device_mesh, p.placements, run_check=False, shape=p.shape, stride=p.stride()
+    )
+
+
+def shard_of(x: Any, p: Any) -> Tensor:
+    """This rank's part of a value that is whole, or dealt out over p's mesh."""
+    if not is_dtensor(p):
+        return gathered({"": x})[""]
+    from torch.distributed.tensor import DTensor, Replicate
+
+    if not is_dtensor(x):
+        replicated = [Replicate()] * p.device_mesh.ndim
+        x = DTensor.from_local(x.to(local(p).device), p.device_mesh, replicated, run_check=False)
+    return local(like(x, p))
 
 
 def like(x: Any, p: Any) -> Tensor:

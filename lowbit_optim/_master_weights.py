@@ -1,0 +1,127 @@
+"""Master weights: what training goes on with of parameters that are stored in fewer bits."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from lowbit_optim_kernels.weights import RESIDUAL_KEY, split
+
+from . import _sharding
+
+if TYPE_CHECKING:
+    from ._optimizer import LowBitOptimizer
+
+Name = str | int
+
+
+@torch.no_grad()
+def master_weights(optimizer: LowBitOptimizer) -> Iterator[tuple[Name, Tensor]]:
+    """The weights of an optimizer's parameters with all bits that are kept.
+
+    Args:
+        optimizer: any of this package.
+
+    Yields:
+        For each parameter its name, if the optimizer was given names, or else its number in
+        `state_dict()`; and its weight, fp32 (fp64 of an fp64 parameter) and of its shape: a
+        DTensor of a DTensor, and of an fp32 parameter its own memory.
+
+    Example:
+        >>> optimizer = AdamW8bit(model.bfloat16().parameters(), master_weight_bits=24)
+        >>> weights = dict(master_weights(optimizer))
+    """
+    for name, p, group in _named(optimizer):
+        weights, local = optimizer._weights(p, group), _sharding.local(p).detach()
+        residual = _local_residual(optimizer, p)
+        wide = torch.float64 if p.dtype == torch.float64 else torch.float32
+        value = weights.read(local, residual, wide)
+        yield name, _sharding.spread(value, p)
+
+
+@torch.no_grad()
+def load_master_weights(
+    optimizer: LowBitOptimizer, weights: Mapping[Name, Tensor] | Iterable[Tensor]
+) -> None:
+    """Set parameters, and what is kept beside them, to weights of more bits.
+
+    Rounded to nearest, so that the same weights always give the same parameters.
+
+    Args:
+        optimizer: any of this package.
+        weights: by name or number, as `master_weights` gives them, or a tensor for each parameter
+            in order; each of the parameter's shape, whole or dealt out as the parameter is.
+
+    Raises:
+        ValueError: for a weight that is missing, is none's or has another shape; nothing has been
+            changed then.
+
+    Example:
+        >>> optimizer = AdamW8bit(model.bfloat16().parameters(), master_weight_bits=24)
+        >>> load_master_weights(optimizer, [p.float() for p in model.parameters()])
+    """
+    members = list(_named(optimizer))
+    given = _by_name(weights, [name for name, _, _ in members])
+    for name, p, _ in members:
+        if given[name].shape != p.shape:
+            raise ValueError(
+                f"the weight {name!r} has shape {tuple(given[name].shape)}, its parameter "
+                f"{tuple(p.shape)}"
+            )
+    for name, p, group in members:
+        kept_as, local = optimizer._weights(p, group), _sharding.local(p)
+        value = _sharding.shard_of(given[name], p).to(local.device)
+        if kept_as.residual is None:
+            local.copy_(value)
+            continue
+        share = optimizer._share(p, group)
+        held = p if share is None else share.held()
+        state = optimizer._state_of(p, held, group, share)
+        optimizer.state[p] = state
+        high, low = split(value, kept_as.extra, None)
+        if share is not None and share.whole:
+            _, low = split(_sharding.gathered({name: given[name]})[name], kept_as.extra, None)
+        _sharding.local(state[RESIDUAL_KEY]).copy_(low)
+        local.copy_(high)
+
+
+def _named(optimizer: LowBitOptimizer) -> Iterator[tuple[Name, Tensor, Mapping[str, Any]]]:
+    """Each parameter's name, itself and the settings that it is stepped with."""
+    seen: dict[Tensor, int] = {}
+    number = 0
+    for index, group in enumerate(optimizer.param_groups):
+        settings: dict[Tensor, Mapping[str, Any]] = {}
+        for _, part in optimizer._parts(index):
+            settings.update(dict.fromkeys(part["params"], part))
+        names = group.get("param_names") or range(number, number + len(group["params"]))
+        for name, p in zip(names, group["params"], strict=True):
+            if p not in seen:
+                seen[p] = number
+                yield name, p, settings[p]
+            number += 1
+
+
+def _local_residual(optimizer: LowBitOptimizer, p: Tensor) -> Tensor | None:
+    """What this rank has beside its shard of a parameter; None before the first step."""
+    residual = optimizer.state.get(p, {}).get(RESIDUAL_KEY)
+    return None if residual is None else _sharding.shard_of(residual, p)
+
+
+def _by_name(weights: Any, names: list[Name]) -> dict[Name, Tensor]:
+    """Weights by the parameters' names."""
+    if isinstance(weights, Mapping):
+        given = dict(weights)
+        missing, extra = [n for n in names if n not in given], given.keys() - set(names)
+        if missing or extra:
+            which = f"lack {missing}" if missing else f"have {sorted(map(str, extra))} beside them"
+            raise ValueError(f"weights must have one tensor for each parameter; they {which}")
+        return given
+    tensors = list(weights)
+    if len(tensors) != len(names):
+        raise ValueError(
+            f"weights must have one tensor for each of {len(names)} parameters; got {len(tensors)}"
+        )
+    return dict(zip(names, tensors, strict=True))

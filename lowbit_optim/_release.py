@@ -1,0 +1,215 @@
+"""Gradient release: each parameter is stepped as soon as its gradient is there, which then goes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from . import _checks, _sharding
+from ._settings import PREVIOUS_NORM
+from ._sharding import Groups
+
+if TYPE_CHECKING:
+    from ._optimizer import LowBitOptimizer
+
+BUCKET_BYTES = 64 << 20
+
+
+def release_gradients(
+    optimizer: LowBitOptimizer,
+    model: nn.Module | None = None,
+    *,
+    bucket_bytes: int = BUCKET_BYTES,
+    clip_previous_norm: float | None = None,
+    accumulate: int = 1,
+) -> ReleasedGradients:
+    """Step every parameter during the backward pass and drop its gradient at once.
+
+    Gradients then take the memory of a few layers instead of the whole model's. A hook on each
+    parameter steps it when its gradient has been accumulated, and sets `p.grad` to None;
+    `optimizer.step()` steps what is still waiting, runs a closure and counts for schedulers.
+    Weights and state are bit for bit those of a run without: step counts and random bits are each
+    parameter's own. Settings are read when a hook runs, so change `lr` between backward passes.
+
+    Args:
+        optimizer: any of this package but Cain and LearnedGradient.
+        model: the model that is trained, to check that its gradients are complete when a hook runs;
+            optional.
+        bucket_bytes: step when gradients of so many bytes are waiting; 0 steps each by itself.
+            Default 64 MiB: parameters that are stepped together cost fewer launches.
+        clip_previous_norm: None, or scale gradients by min(1, clip_previous_norm / N) with N the
+            norm of all gradients in the step before, because that of this step is not known yet.
+            The first step is not scaled. N is kept in `state_dict()`.
+        accumulate: backward passes for each step; must be 1.
+
+    Returns:
+        A handle; its `remove()` undoes it, and parameters keep their gradients again.
+
+    Raises:
+        ValueError, TypeError: for `accumulate` > 1, a model under DistributedDataParallel, Cain or
+            LearnedGradient, or an optimizer whose gradients are released already.
+        RuntimeError: by a hook or `step()`: for a second backward pass before `step()`, or under a
+            GradScaler.
+
+    Example:
+        >>> optimizer = AdamW8bit(model.parameters(), lr=1e-3)
+        >>> handle = release_gradients(optimizer, model)
+        >>> model(torch.randn(2, 16)).sum().backward()
+        >>> optimizer.step()
+
+    Reference:
+        Lv, Yang, Liu, Gao, Guo, Qiu, "Full Parameter Fine-tuning for Large Language Models with
+        Limited Resources", arXiv:2306.09782 (2023), for stepping in the backward pass.
+
+    Where it differs: torch's `_apply_optimizer_in_backward` makes an optimizer for each parameter,
+    and so as many state dicts.
+    """
+    from ._optimizer import LowBitOptimizer  # imports this module
+
+    if not isinstance(optimizer, LowBitOptimizer):
+        raise TypeError(
+            f"release_gradients takes an optimizer of lowbit_optim, got {type(optimizer).__name__}"
+        )
+    optimizer._check_single_steps()
+    _checks.integer("bucket_bytes", bucket_bytes, 0)
+    _checks.integer("accumulate", accumulate, 1)
+    if accumulate > 1:
+        raise ValueError(
+            f"accumulate must be 1, got {accumulate}: a gradient that is released cannot be added "
+            "to; use smaller batches in every step, or do not release gradients"
+        )
+    if clip_previous_norm is not None:
+        _checks.positive("clip_previous_norm", clip_previous_norm)
+    if model is not None:
+        _check_model(model)
+    if optimizer._released is not None:
+        raise ValueError(
+            f"the gradients of this {type(optimizer).__name__} are released already; call "
+            "remove() of that handle first"
+        )
+    return ReleasedGradients(optimizer, bucket_bytes, clip_previous_norm)
+
+
+def _check_model(model: Any) -> None:
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model must be a torch.nn.Module; got {type(model).__name__}")
+    if any(isinstance(x, nn.parallel.DistributedDataParallel) for x in model.modules()):
+        raise ValueError(
+            "gradients cannot be released under DistributedDataParallel, which adds those of all "
+            "ranks up after the hooks of parameters have run; use fully_shard (FSDP2), which runs "
+            "them afterwards, or call optimizer.step_parameter(p) in a hook after the all-reduce"
+        )
+
+
+class ReleasedGradients:
+    """What `release_gradients` returns: the hooks, and the parameters that wait to be stepped."""
+
+    def __init__(
+        self, optimizer: LowBitOptimizer, bucket_bytes: int, clip_previous_norm: float | None
+    ) -> None:
+        self._optimizer, self._bucket_bytes = optimizer, bucket_bytes
+        self._clip = clip_previous_norm
+        self._waiting: dict[Tensor, int] = {}
+        self._stepped: set[Tensor] = set()
+        self._squares: dict[Groups, Tensor] = {}
+        params = [p for group in optimizer.param_groups for p in group["params"]]
+        hooked = [p for p in dict.fromkeys(params) if p.requires_grad]
+        taken = next((p for p in hooked if p in _released_params), None)
+        if taken is not None:
+            raise ValueError(
+                f"a parameter of shape {tuple(taken.shape)} is stepped in the backward pass by "
+                "another optimizer already"
+            )
+        if clip_previous_norm is not None and params:
+            start = torch.zeros((), dtype=torch.float32, device=_sharding.local(params[0]).device)
+            optimizer.param_groups[0].setdefault(PREVIOUS_NORM, start)
+        self._hooks = [p.register_post_accumulate_grad_hook(self._take) for p in hooked]
+        self._hooked = hooked
+        _released_params.update(dict.fromkeys(hooked, True))
+        optimizer._released = self
+
+    def remove(self) -> None:
+        """Take the hooks away; gradients that wait to be stepped stay for `optimizer.step()`."""
+        for hook in self._hooks:
+            hook.remove()
+        for p in self._hooked:
+            _released_params.pop(p, None)
+        self._hooks, self._hooked = [], []
+        self._waiting, self._squares = {}, {}
+        self._stepped = set()
+        if self._optimizer._released is self:
+            self._optimizer._released = None
+            self._optimizer.param_groups[0].pop(PREVIOUS_NORM, None)
+
+    @torch.no_grad()
+    def _take(self, p: Tensor) -> None:
+        """The hook of a parameter: its gradient is complete."""
+        if p in self._stepped or p in self._waiting:
+            raise RuntimeError(
+                f"a parameter of shape {tuple(p.shape)} has a second gradient since the last "
+                "optimizer.step(), and its first one was released: call step() after every "
+                "backward pass; gradients that are to be accumulated cannot be released"
+            )
+        # Of the whole parameter, so that all ranks step at the same time.
+        self._waiting[p] = p.numel() * p.element_size()
+        if sum(self._waiting.values()) >= self._bucket_bytes:
+            self._flush()
+
+    def _flush(self) -> None:
+        """Step the parameters that wait, and drop their gradients."""
+        waiting = list(self._waiting)
+        if not waiting:
+            return
+        optimizer = self._optimizer
+        optimizer._check_unscaled()
+        if self._clip is None:
+            optimizer._step_some(waiting)
+        else:
+            self._add_squares(waiting)
+            norm = optimizer.param_groups[0][PREVIOUS_NORM]
+            optimizer.grad_scale = (norm / self._clip).clamp(min=1.0)  # which gradients have
+            try:
+                optimizer._step_some(waiting)
+            finally:
+                del optimizer.grad_scale
+        self._stepped.update(waiting)
+        self._waiting = {}
+        for p in waiting:
+            p.grad = None
+
+    def _add_squares(self, params: Iterable[Tensor]) -> None:
+        """Add the squared norms of gradients to those of this step, by who has the other shards."""
+        at = self._optimizer.param_groups[0][PREVIOUS_NORM].device
+        for p in params:
+            groups = _sharding.shard_groups(p)
+            square = torch.linalg.vector_norm(_sharding.local(p.grad), dtype=torch.float32)
+            total = self._squares.get(groups)
+            square = (square.double() if at.type != "mps" else square).to(at) ** 2
+            self._squares[groups] = square if total is None else total + square
+
+    @torch.no_grad()
+    def finish(self) -> None:
+        """Step what still waits; the step is over."""
+        self._flush()
+        self._stepped = set()
+        if self._clip is None or not self._squares:
+            return
+        total: Any = 0.0
+        for groups, square in self._squares.items():
+            there = square.clone()
+            for group, device in groups:
+                there = there.to(device)
+                dist.all_reduce(there, group=group)
+            total = total + there.to(square.device)
+        self._squares = {}
+        norm = total.sqrt()
+        kept = self._optimizer.param_groups[0][PREVIOUS_NORM]
+        kept.copy_(torch.where(norm.isfinite(), norm, 0.0))
+
+
+_released_params = WeakTensorKeyDictionary()  # those that hooks step
