@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 
 from lowbit_optim_kernels.formats import Format
 from lowbit_optim_kernels.formats.float32 import FLOAT32
-from lowbit_optim_kernels.rules import SIGN, SQUARE, Lasting, Moment, Rule
+from lowbit_optim_kernels.rules import SQUARE, Lasting, Moment, Rule
 from lowbit_optim_kernels.rules.shared import with_clipping, with_dither
 from lowbit_optim_kernels.weights import RESIDUAL_KEY, Weights
 
@@ -45,7 +45,7 @@ class KeepsState(Optimizer):
     def _dithered(self, group: Mapping[str, Any]) -> frozenset[str]:
         """The keys of the moments whose codes are rounded by dither."""
         format = _state.format_of(group)
-        if format.exact or not group["dither"]:
+        if not (format.dithers and group["dither"]):
             return frozenset()
         return frozenset(
             moment.key
@@ -201,7 +201,7 @@ def _is_slow(moment: Moment, group: Mapping[str, Any]) -> bool:
 
     One whose coefficient is a tensor on an accelerator, which is not read back, may be.
     """
-    if moment.decay is None or moment.role == SIGN:
+    if moment.decay is None:
         return False
     coefficient = _coefficient(moment.decay, group)
     return isinstance(coefficient, Tensor) or coefficient > SLOW

@@ -104,7 +104,7 @@ def _scales_of(key: str) -> str:
     moments = (Moment(key),)
     found = [units(moments, f) for f in FORMATS.values() if f.refusal(moments) is None]
     parts = [part for made in found for unit in made for part in unit.parts]
-    return " or ".join(part.key for part in parts if part.per_block)
+    return " or ".join(sorted({part.key for part in parts if part.per_block}, reverse=True))
 
 
 def _check_numbers(moment: Moment, value: Tensor, p: Tensor) -> None:

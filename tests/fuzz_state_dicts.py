@@ -352,7 +352,7 @@ def a_header_that_is_none(saved):
         {"optimizer": saved.family},
         torch.ones(2),
         {"format_version": None, **head},
-        *({**head, "format_version": v} for v in ("1", "x", None, 1.5, NAN, 2, 10**9, [1], 1j)),
+        *({**head, "format_version": v} for v in ("1", "x", None, 1.5, NAN, 3, 10**9, [1], 1j)),
         *({**head, "optimizer": v} for v in (None, 3, "", "Adafactor", [saved.family])),
     ]
     saved.tree["lowbit_optim"] = saved.rng.choice([b for b in bad if b != head])

@@ -17,6 +17,9 @@ from protocol import ONE_PER_CLASS, identical, snapshot
 STEPS = 6
 SHAPES = ((64, 70), (300,), (5,))  # above min_8bit_size, below it, and one that starts at zero
 HEAVY = {"momentum": 0.9}
+NARROW = {"optim_bits": 8, "min_8bit_size": 1}
+SLOW = {"LARS": {"momentum": 0.999}, "SGD": {"momentum": 0.999}, "Lion": {"betas": (0.9, 0.999)},
+        "LearnedGradient": {"betas": (0.995, 0.98)}}  # fmt: skip
 FORGETFUL = {"betas": (0.5, 0.6)}
 TRUST = {"trust_coefficient": 0.02, **HEAVY}
 OFTEN = {"lr_est_period": 2}
@@ -28,6 +31,9 @@ EVERYWHERE = {
     "max_unorm": ({}, 0.0, 1e-3),
     "maximize": ({}, False, True),
     "cautious": ({}, False, True),
+    "dither": (NARROW, True, False),
+    "seed": (NARROW, 0, 1),
+    "master_weight_bits": ({"dtype": torch.bfloat16}, None, 16),
 }
 ADAM = {
     "betas": ({}, (0.9, 0.99), (0.5, 0.6)),
@@ -147,20 +153,33 @@ def arguments_of(name):
 
 
 def having(table):
-    """(class, argument, options, first, second) for every argument that the table has."""
+    """(class, argument, options, first, second) for every argument that the table has.
+
+    Nothing is dithered but squares and slow averages.
+    """
     return [
-        pytest.param(name, argument, *row[argument], id=f"{name}-{argument}")
+        pytest.param(
+            name,
+            argument,
+            {**row[argument][0], **slow},
+            *row[argument][1:],
+            id=f"{name}-{argument}",
+        )  # fmt: skip
         for name in NAMES
         for row in [{**table, **(CHANGES[name] if table is EVERYWHERE else {})}]
         for argument in arguments_of(name)
         if argument in row
+        for slow in [SLOW.get(name, {}) if argument in ("dither", "seed") else {}]
     ]
 
 
 def run(name, options):
     """A snapshot after some steps whose lr and gradients change."""
     generator = torch.Generator().manual_seed(0)
-    params = [torch.nn.Parameter(torch.randn(shape, generator=generator)) for shape in SHAPES]
+    dtype, options = options.get("dtype"), {k: x for k, x in options.items() if k != "dtype"}
+    params = [
+        torch.nn.Parameter(torch.randn(shape, generator=generator).to(dtype)) for shape in SHAPES
+    ]
     params[-1].data.zero_()
     optimizer = getattr(lowbit_optim, name)(params, **{"lr": 0.01, **options})
     lr = optimizer.param_groups[0]["lr"]
@@ -168,7 +187,8 @@ def run(name, options):
         for t in range(STEPS):
             optimizer.param_groups[0]["lr"] = lr * (1 + 0.5 * math.sin(t))
             for p in params:
-                p.grad = torch.randn(p.shape, generator=generator) * 3.0 ** -(t % 3)
+                g = torch.randn(p.shape, generator=generator) * 3.0 ** -(t % 3)
+                p.grad = g.to(p.dtype)
             optimizer.step()
     return snapshot(optimizer)
 

@@ -27,7 +27,7 @@ NOT_A_RATE = (-0.1, NAN, INF, "0.1", None, True)
 EVERYWHERE = {
     "lr": (*NOT_A_RATE, torch.tensor([0.1, 0.1]), torch.tensor(-1.0), torch.tensor(NAN)),
     "weight_decay": NOT_A_RATE,
-    "optim_bits": (4, 16, "8", None, True),
+    "optim_bits": (3, 16, "8", None, True),
     "state_format": ("dynamic9", 8, True, ["dynamic8"], "float32\n"),
     "min_8bit_size": (-1, 4096.0, None),
     "percentile_clipping": (-1, 101, 50.0, None),
@@ -281,7 +281,7 @@ DAMAGES = [
     (without_scales, "_absmax are missing"),
     (without_a_moment, "it has no"),
     (with_a_short_history, "gnorm_vec"),
-    (of_a_newer_format, "format_version 1000, newer than the 1"),
+    (of_a_newer_format, "format_version 1000, newer than the 2"),
     (of_another_class, "of the optimizer 'Adafactor'"),
     (with_a_bad_setting, "lr"),
     (with_nothing, "has no 'state'"),

@@ -21,8 +21,9 @@ STORAGE = """
     percentile_clipping: int = 100
 """
 RUN = """
-    state_format: str | None = None, maximize: bool = False, foreach: bool | None = None,
-    capturable: bool = False, differentiable: bool = False, fused: bool | None = None
+    state_format: str | None = None, dither: bool = True, seed: int = 0,
+    master_weight_bits: int | str | None = "auto", maximize: bool = False,
+    foreach: bool | None = None, capturable: bool = False, differentiable: bool = False, fused: bool | None = None
 """
 CAUTIOUS = "cautious: bool = False"
 SIGNATURES = {  # after `params: Any`
@@ -114,11 +115,13 @@ SIGNATURES = {  # after `params: Any`
     """,
 }
 KEEP_OPTIM_BITS = ("Adam", "AdamW", "Adagrad")  # where bitsandbytes' X8bit has it, too
+IN_4_BITS = ("Adam", "AdamW", "LAMB", "LANS", "Eve")
 NAMES = [f"{name}{suffix}" for name in SIGNATURES for suffix in ("", "8bit", "32bit")]
+NAMES += [f"{name}4bit" for name in IN_4_BITS]
 
 
 def stem(name):
-    return name.removesuffix("8bit").removesuffix("32bit")
+    return re.sub("(4|8|32)bit$", "", name)
 
 
 def expected(name):
@@ -134,9 +137,9 @@ def expected(name):
     parameters = dict(signature.parameters)
     if bits:
         parameters["optim_bits"] = parameters["optim_bits"].replace(default=int(bits))
-        if stem(name) not in KEEP_OPTIM_BITS:
+        if stem(name) not in KEEP_OPTIM_BITS or bits == "4":
             del parameters["optim_bits"]
-    if bits == "32":
+    if bits in ("4", "32"):
         del parameters["state_format"]
     return signature.replace(parameters=list(parameters.values()))
 
@@ -215,7 +218,7 @@ def test_errors_of_a_fixed_name_say_it(name):
     with pytest.raises(TypeError, match=f"^{name}: missing a required argument: 'params'$"):
         class_of(name)()
     bits = int(name.removeprefix(stem(name)).removesuffix("bit"))
-    if stem(name) in KEEP_OPTIM_BITS:
+    if stem(name) in KEEP_OPTIM_BITS and bits != 4:
         assert built(name, optim_bits=bits).defaults["optim_bits"] == bits
         with pytest.raises(ValueError, match=f"^optim_bits must be {bits} for {name}, got 16; use"):
             built(name, optim_bits=16)

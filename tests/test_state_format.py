@@ -16,7 +16,9 @@ from protocol import CLASSES, all_parameters, build, identical, parameters, snap
 
 BITS_OF = {"dynamic8": 8, "float32": 32}
 NAMED = pytest.mark.parametrize(("name", "bits"), BITS_OF.items())
-UNKNOWN = "state_format must be one of None, 'dynamic8', 'float32'; got 'dynamic9'"
+UNKNOWN = (
+    "state_format must be one of None, 'dynamic8', 'float32', 'ratio8', 'ratio4'; got 'dynamic9'"
+)
 CONTRADICTION = (
     "optim_bits and state_format must agree; got optim_bits=32 and state_format='dynamic8', which "
     "has 8 bits"
@@ -37,7 +39,7 @@ def nibbles(monkeypatch):
     @dataclass(frozen=True)
     class Nibbles(Dynamic8):
         name: str = "nibbles"
-        bits: int = 4
+        bits: int = 6
 
     monkeypatch.setitem(FORMATS, "nibbles", Nibbles())
     with lowbit_optim.use_engine("torch"):  # the others have no code for it
@@ -132,17 +134,17 @@ def test_an_unknown_name_is_named_with_what_there_is(manager):
 
 def test_a_format_of_bits_that_mean_none(nibbles):
     optimizer = train(adam(state_format="nibbles"), 2)
-    assert storage(optimizer.param_groups[0]) == (4, "nibbles")
-    with pytest.raises(ValueError, match="optim_bits must be one of 8, 32; got 4"):
-        adam(optim_bits=4)
-    optimizer.param_groups[0]["optim_bits"] = 4
+    assert storage(optimizer.param_groups[0]) == (6, "nibbles")
+    with pytest.raises(ValueError, match="optim_bits must be one of 4, 8, 32; got 6"):
+        adam(optim_bits=6)
+    optimizer.param_groups[0]["optim_bits"] = 6
     train(optimizer, 1)
     optimizer.param_groups[0]["optim_bits"] = 16
-    with pytest.raises(ValueError, match="optim_bits must be one of 8, 32; got 16"):
+    with pytest.raises(ValueError, match="optim_bits must be one of 4, 8, 32; got 16"):
         train(optimizer, 1)
-    optimizer.param_groups[0]["optim_bits"] = 4
+    optimizer.param_groups[0]["optim_bits"] = 6
     train(optimizer, 1)
-    assert storage(optimizer.param_groups[0]) == (4, "nibbles")
+    assert storage(optimizer.param_groups[0]) == (6, "nibbles")
 
 
 # Parameter groups.

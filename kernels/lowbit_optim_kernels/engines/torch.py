@@ -229,7 +229,8 @@ class _UnitView:
             else None
             for m in moments
         ]
-        coded = self.format.encode(moments, in_blocks, fractions)
+        by = (fractions,) if any(x is not None for x in fractions) else ()
+        coded = self.format.encode(moments, in_blocks, *by)
         for (part, old), new in zip(stored, coded, strict=True):
             old.copy_(new.squeeze(-1) if part.per_block else new.flatten(1)[:, : old.shape[1]])
 

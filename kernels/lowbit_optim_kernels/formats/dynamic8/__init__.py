@@ -183,6 +183,7 @@ class Dynamic8(Format):
 
     name: str = "dynamic8"
     bits: int = 8
+    dithers: bool = True
     numba: str = "lowbit_optim_kernels.formats.dynamic8.numba"
     triton: str = "lowbit_optim_kernels.formats.dynamic8.triton"
 

@@ -101,6 +101,7 @@ class Ratio8(Format):
     name: str = "ratio8"
     bits: int = 8
     block: int = BLOCK
+    dithers: bool = True
     numba: str = "lowbit_optim_kernels.formats.ratio.numba"
     triton: str = "lowbit_optim_kernels.formats.ratio.triton"
 
@@ -163,6 +164,7 @@ class Ratio4(Format):
     name: str = "ratio4"
     bits: int = 4
     block: int = BLOCK
+    dithers: bool = True
     dithers_all: bool = True
     numba: str = "lowbit_optim_kernels.formats.ratio.numba"
     triton: str = "lowbit_optim_kernels.formats.ratio.triton"
