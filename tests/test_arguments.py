@@ -164,7 +164,7 @@ def having(table):
             {**row[argument][0], **slow},
             *row[argument][1:],
             id=f"{name}-{argument}",
-        )  # fmt: skip
+        )
         for name in NAMES
         for row in [{**table, **(CHANGES[name] if table is EVERYWHERE else {})}]
         for argument in arguments_of(name)

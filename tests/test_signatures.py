@@ -23,7 +23,8 @@ STORAGE = """
 RUN = """
     state_format: str | None = None, dither: bool = True, seed: int = 0,
     master_weight_bits: int | str | None = "auto", maximize: bool = False,
-    foreach: bool | None = None, capturable: bool = False, differentiable: bool = False, fused: bool | None = None
+    foreach: bool | None = None, capturable: bool = False, differentiable: bool = False,
+    fused: bool | None = None
 """
 CAUTIOUS = "cautious: bool = False"
 SIGNATURES = {  # after `params: Any`

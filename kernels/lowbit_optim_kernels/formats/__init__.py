@@ -50,7 +50,7 @@ class Format(ABC):
         name: what `state_format=` and checkpoints call it.
         bits: of an element, which `optim_bits` says for short.
         block: elements that share a scale.
-        dithers: whether `encode` and the engines' code round by random bits where they are asked to.
+        dithers: whether `encode` and the engines' code can round by random bits.
         dithers_all: whether averages are dithered that are not slow, too: codes are that coarse.
         numba, triton: modules with the engines' code, imported when an engine first needs them; see
             docs/adding_a_format.md for what they have.
