@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib
 import inspect
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -20,11 +21,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ... import dither, weights
 from ...codegen.analysis import hyper_names
 from ...codegen.module_cache import import_source
 from ...formats import Format, Unit
 from ...formats.layout import Layout
-from ...plan import Batch, G, Slot, address_columns
+from ...plan import WEIGHT_BLOCK, Batch, G, Slot, address_columns
 from ...rules import Moment, Rule
 from .. import torch as engine_torch
 from . import cache as numba_cache
@@ -36,13 +38,14 @@ KIND = {torch.float32: "f32", torch.bfloat16: "bf16", torch.float16: "f16"}
 CHUNK = 1 << 14  # elements, in whole blocks
 ALONE = 1 << 16  # elements; fewer are not worth waking a thread for
 
-_HELPERS = ("element", "memory", "scalar", "vector")
+_HELPERS = ("dither", "element", "memory", "scalar", "vector")
 
 
 @cache
 def _depends(format: Format | None = None) -> tuple[str, ...]:
     """What compiled code depends on beside its own text."""
     modules = [importlib.import_module(f"{__package__}.{name}") for name in _HELPERS]
+    modules += [dither, weights, importlib.import_module(numba_source.WEIGHTS)]
     code = None if format is None else numba_source.code_of(format)
     if code is not None:
         modules += [code, *getattr(code, "DEPENDS", ())]
@@ -59,8 +62,10 @@ def _scalars(rule: Rule) -> ModuleType:
 
 
 @cache
-def _elements(rule: Rule, p_kind: str, g_kind: str, format: Format) -> ModuleType:
-    source = numba_source.element_module(rule, p_kind, g_kind, format)
+def _elements(
+    rule: Rule, p_kind: str, g_kind: str, format: Format, stored: weights.Weights
+) -> ModuleType:
+    source = numba_source.element_module(rule, p_kind, g_kind, format, stored)
     return import_source(f"{rule.name}_{p_kind}_{g_kind}_{format.name}", source, _depends(format))
 
 
@@ -110,13 +115,14 @@ def _chunks(slots: list[Slot], members: list[int]) -> np.ndarray:
     return np.array(rows, dtype=np.int64).reshape(-1, 3)
 
 
-def _geometry(slot: Slot) -> tuple[int, int, int, int]:
-    """rows, row, blocks per row, global numel; rows of whole blocks are one long row."""
-    block = slot.format.block
-    if slot.row % block == 0:
-        numel = slot.rows * slot.row
-        return 1, numel, numel // block, slot.numel
-    return slot.rows, slot.row, -(-slot.row // block), slot.numel
+def _geometry(slot: Slot) -> tuple[int, ...]:
+    """A row of the table that `passes` describes; rows of whole blocks are one long row."""
+    block, rows, row = slot.format.block, slot.rows, slot.row
+    whole = math.lcm(block, WEIGHT_BLOCK) if slot.weights.dithered else block
+    if row % whole == 0:
+        rows, row = 1, rows * row
+    numbers = (slot.tensor_key, slot.blocks_before, slot.weight_blocks_before)
+    return rows, row, -(-row // block), slot.numel, *numbers
 
 
 def _compiled(module: ModuleType, names: list[str]) -> dict[str, Any]:
@@ -128,7 +134,7 @@ def _make_plan(batch: Batch) -> _Plan:
     slots, rule = batch.slots, batch.rule
     members: dict[tuple, list[int]] = {}
     for t, slot in enumerate(slots):
-        kinds = (KIND[slot.p.dtype], KIND[slot.g.dtype], slot.format)
+        kinds = (KIND[slot.p.dtype], KIND[slot.g.dtype], slot.format, slot.weights)
         members.setdefault(kinds, []).append(t)
     names = [f"reduce_{k}" for k in range(len(rule.phases))]
     names.append("update")

@@ -6,7 +6,8 @@ Everything is addressed by int64 addresses from a table, so that one call steps 
 tensors:
 
     address   int64   (tensors, ...)  p, g, step, the state's tensors, what lasts
-    geometry  int64   (tensors, 4)    rows, row, blocks per row, global numel
+    geometry  int64   (tensors, 7)    rows, row, blocks per row, global numel, `Slot.tensor_key`,
+                                      `blocks_before`, `weight_blocks_before`
     scalars   float64 (tensors, ...)  gscale, then what the rule's scalar functions give
     chunks    int64   (chunks, 3)     tensor, first block, number of blocks
     partial   float64 (chunks, ...)   sums of a reduction's terms over one chunk
@@ -14,6 +15,11 @@ tensors:
 A block function takes whole blocks, or one short one, which goes through padded scratch memory.
 MOMENTS are those that the format codes, EXACT those that are kept as they are. A format whose
 module names a template of its own (`PASSES`) replaces functions of this one.
+
+What is rounded by dither takes its random bits by numbers of blocks in the whole tensor: `number`
+is that of a block function's first block. A parameter's own blocks, of 64, may begin within one of
+the format's, so `weight_place` is 64 times the number of the one where the block function begins,
+and its lane.
 """
 
 from __future__ import annotations
@@ -21,6 +27,7 @@ from __future__ import annotations
 from numba import njit
 from numpy import float32 as f32
 
+from .dither import block_bits, random_bits, stream_key
 from .element import only_finite
 from .memory import (
     enter,
@@ -45,7 +52,11 @@ from .vector import finite, rounded, splat, total, where
 
 def compute():
     """For the 16 elements at j: load what the rule's functions read, and call them."""
-    if P.read:
+    if P.read and WEIGHTS.bits:
+        P.value = P.join(
+            at[P] + P.width * j, at[RESIDUAL] + RESIDUAL.width * j if WEIGHTS.extra else 0
+        )
+    elif P.read:
         P.value = P.load(at[P] + P.width * j)
     if G.read:
         G.value = G.load(at[G] + G.width * j) * gscale
@@ -60,11 +71,28 @@ def compute():
 def update_elements():
     compute()
     rate = RATE.value
-    P.store(at[P] + P.width * j, rounded(SHRINK.value, P.value) - rate * U.value)
+    if WEIGHTS.bits:
+        store_weights()
+    else:
+        P.store(at[P] + P.width * j, rounded(SHRINK.value, P.value) - rate * U.value)
     if MOMENTS:
         store_moments()
     for m in EXACT:
         store_f32(at[m] + 4 * j, m.value)
+
+
+def store_weights():
+    w = rounded(SHRINK.value, P.value) - rate * U.value
+    random = w
+    if WEIGHTS.dithered and BLOCK % WEIGHT_BLOCK == 0:  # so that four vectors share a hash
+        weight_base = block_bits(weight_key, step, (weight_place >> 6) + (j >> 6))
+        random = random_bits(weight_base, j & 63)
+    elif WEIGHTS.dithered:
+        place = weight_place + j
+        random = random_bits(block_bits(weight_key, step, place >> 6), place & 63)
+    P.split(
+        at[P] + P.width * j, at[RESIDUAL] + RESIDUAL.width * j if WEIGHTS.extra else 0, w, random
+    )
 
 
 # Blocks of a format with `decode` and `encode`. Element j of a block's moment is at row + 4 * j.
@@ -119,6 +147,11 @@ def update_block(*ARGUMENTS):
             for j in range(start, stop, 16):
                 update_elements()
             write_block()
+    elif WEIGHTS.dithered:
+        for i in range(0, n, 64):
+            for quarter in (0, 1, 2, 3):
+                j = i + 16 * quarter
+                update_elements()
     else:
         for j in range(0, n, 16):
             update_elements()
@@ -159,6 +192,12 @@ def run_chunks(lo, hi, address, geometry, chunks, hyper, scalars, *PARTIAL):
         for s in SCALARS:
             s.value = f32(scalars[t, s.column] if s.of_tensor else hyper[s.column])
         row, per_row = geometry[t, 1], geometry[t, 2]
+        if DITHERED or WEIGHTS_DITHERED:
+            step = read_i64(address[t, STEP])
+        for m in DITHERED:
+            key[m] = stream_key(geometry[t, 4], m.stream)
+        if WEIGHTS_DITHERED:
+            weight_key = stream_key(geometry[t, 4], WEIGHT)
         for x in TERMS:
             chunk_sum[x] = 0.0
         b, end = chunks[c, 1], chunks[c, 1] + chunks[c, 2]
@@ -168,6 +207,12 @@ def run_chunks(lo, hi, address, geometry, chunks, hyper, scalars, *PARTIAL):
             whole = min(row - column, BLOCK * (end - b)) // BLOCK
             size = BLOCK * whole if whole > 0 else row - column
             n = (size + (GRAIN - 1)) // GRAIN * GRAIN
+            if DITHERED:
+                number = geometry[t, 5] + b
+            if WEIGHTS_DITHERED:
+                weight_row = (row + (WEIGHT_BLOCK - 1)) // WEIGHT_BLOCK
+                weight_place = geometry[t, 6] + b // per_row * weight_row
+                weight_place = weight_place * WEIGHT_BLOCK + column
             for x in BLOCK_PARTS:
                 at[x] = address[t, x.column] + x.width * b
             for x in OPERANDS:
@@ -215,7 +260,7 @@ def run_chunks_share(job):
     tensors = read_i64(job + 40)
     hypers = read_i64(job + 48)
     address = int_table(read_i64(job + 56), tensors, ADDRESS_COLUMNS)
-    geometry = int_table(read_i64(job + 64), tensors, 4)
+    geometry = int_table(read_i64(job + 64), tensors, GEOMETRY)
     chunks = int_table(read_i64(job + 72), count, 3)
     hyper = float_list(read_i64(job + 80), hypers)
     scalars = float_table(read_i64(job + 88), tensors, SCALAR_COLUMNS)

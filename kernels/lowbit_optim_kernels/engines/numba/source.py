@@ -34,16 +34,29 @@ from ...codegen.analysis import (
     scalar_functions,
 )
 from ...codegen.specialize import Item, Variable, Writer, variables
+from ...dither import WEIGHT
 from ...formats import Format, Unit, constant, units
-from ...plan import STEP, G, P, address_columns, lasting_column, state_columns
+from ...plan import (
+    RESIDUAL,
+    STEP,
+    WEIGHT_BLOCK,
+    G,
+    P,
+    address_columns,
+    lasting_column,
+    state_columns,
+)
 from ...rules import SIGNED, SQUARE, Chain, Moment, Phase, Rule, RuleFunction
+from ...weights import PLAIN, Weights
 
 GSCALE, SCALARS = 0, 1  # columns of `scalars`
 SIZE = {"f32": 4, "bf16": 2, "f16": 2}
 LANES, GRAIN = 16, 64  # elements of a vector; what a block function's are a multiple of
 WORK = 40  # bytes of a job before its words of work
+GEOMETRY = 7  # columns of `geometry`
 
 PASSES = f"{__package__}.passes"
+WEIGHTS = "lowbit_optim_kernels.weights.numba"
 INNER = '@njit(nogil=True, error_model="numpy")'
 
 
@@ -145,7 +158,9 @@ def codec_module(format: Format) -> str:
     return writer.text()
 
 
-def element_module(rule: Rule, p_kind: str, g_kind: str, format: Format) -> str:
+def element_module(
+    rule: Rule, p_kind: str, g_kind: str, format: Format, weights: Weights = PLAIN
+) -> str:
     """Text of the module with the rule's passes over elements: `update`, `reduce_0`, ....
 
     Args:
@@ -153,6 +168,7 @@ def element_module(rule: Rule, p_kind: str, g_kind: str, format: Format) -> str:
         p_kind: "f32", "bf16" or "f16", how the parameter is stored.
         g_kind: how the gradient is.
         format: how moments are stored that need not stay exact.
+        weights: how the parameter is, beside its dtype.
 
     Raises:
         NotImplementedError: if the format has no code for this engine, or blocks that are no
@@ -162,11 +178,14 @@ def element_module(rule: Rule, p_kind: str, g_kind: str, format: Format) -> str:
     if coded and (not format.numba or format.block % LANES):
         raise NotImplementedError(f"the numba engine cannot run the state format {format.name!r}")
     writer = _writer(format if coded else None)
-    passes = _Passes(writer, rule, p_kind, g_kind, format)
+    passes = _Passes(writer, rule, p_kind, g_kind, format, weights)
     for k, phase in enumerate(rule.phases):
         passes.add(f"reduce_{k}", phase)
     passes.add("update", None)
     head = ["from lowbit_optim_kernels.engines.numba.element import *"]
+    if weights.bits is not None:
+        names = f"join_{weights.extra}, split_{weights.extra}"
+        head.append(f"from {WEIGHTS} import {names}")
     if coded and not hasattr(code_of(format), "PASSES"):
         names = "decode as decode_block, encode as encode_block"
         head.append(f"from {format.numba} import {names}")
@@ -178,9 +197,16 @@ class _Passes:
     """Adds the element passes of one rule to a module."""
 
     def __init__(
-        self, writer: Writer, rule: Rule, p_kind: str, g_kind: str, format: Format
+        self,
+        writer: Writer,
+        rule: Rule,
+        p_kind: str,
+        g_kind: str,
+        format: Format,
+        weights: Weights,
     ) -> None:
-        self.writer, self.rule, self.block = writer, rule, format.block
+        self.writer, self.rule, self.block, self.bits = writer, rule, format.block, format.bits
+        self.weights = weights
         self.p_kind, self.g_kind = p_kind, g_kind
         self.coded: Unit | None = None
         self.parts: list[Item] = []  # of all units
@@ -217,19 +243,22 @@ class _Passes:
             "run_chunks_share", run_chunks_share=Variable(f"{name}_share"), TERMS=terms,
             piece_function=Variable(name), PIECE_ARGUMENTS=tuple(map(Variable, tables)),
             ADDRESS_COLUMNS=address_columns(self.rule),
-            SCALAR_COLUMNS=SCALARS + len(self.rule.scalars()),
+            SCALAR_COLUMNS=SCALARS + len(self.rule.scalars()), GEOMETRY=GEOMETRY,
         )  # fmt: skip
 
     def _bound(self, chain: Chain, terms: tuple[Item, ...]) -> dict[str, Any]:
         """What the templates of a pass ask about its rule and its storage."""
-        updates = not terms
+        updates, extra = not terms, self.weights.extra
         wanted = inputs(chain)
         tensors = [
             Item(key="p", column=P, width=SIZE[self.p_kind], pad=0, written=True,
                  read="p" in wanted or updates, load=Variable(f"load_{self.p_kind}"),
-                 store=Variable(f"store_{self.p_kind}")),
+                 store=Variable(f"store_{self.p_kind}"), join=Variable(f"join_{extra}"),
+                 split=Variable(f"split_{extra}")),
             Item(key="g", column=G, width=SIZE[self.g_kind], pad=0, written=False,
                  read="g" in wanted, load=Variable(f"load_{self.g_kind}")),
+            Item(key="residual", column=RESIDUAL, width=extra // 8, pad=0, written=True,
+                 read=extra > 0 and ("p" in wanted or updates)),
         ]  # fmt: skip
         reads_state = any(moment.key in wanted for moment in self.rule.moments)
         parts = self.parts if reads_state else []
@@ -241,12 +270,22 @@ class _Passes:
         spare = self.block * max([4, *(x.width for x in self.parts)])  # a scratch operand's bytes
         arguments = variables("at", (*operands, *per_block))
         scalars = self._scalars(chain, updates)
+        moments = tuple(
+            Item(key=m.key, signed=m.signed, row=k, role=m.role, partner=Item(key=str(m.partner)),
+                 stream=m.stream if updates else 0)
+            for k, m in enumerate(coded)
+        )  # fmt: skip
+        dithered = tuple(m for m in moments if m.stream)
+        weights_dithered = updates and self.weights.dithered
+        numbers = ["step"] if dithered or weights_dithered else []
+        numbers += ["number"] if dithered else []
+        numbers += ["weight_key", "weight_place"] if weights_dithered else []
         return {
-            "P": tensors[0], "G": tensors[1], "U": Item(key="u"),
+            "P": tensors[0], "G": tensors[1], "RESIDUAL": tensors[2], "U": Item(key="u"),
             "SHRINK": Item(key="shrink"), "RATE": Item(key="rate"),
-            "MOMENTS": tuple(
-                Item(key=m.key, signed=m.signed, row=k) for k, m in enumerate(coded)
-            ),
+            "MOMENTS": moments, "DITHERED": dithered,
+            "WEIGHTS": self.weights, "WEIGHTS_DITHERED": weights_dithered,
+            "WEIGHT": WEIGHT, "WEIGHT_BLOCK": WEIGHT_BLOCK, "STEP": STEP, "BITS": self.bits,
             "SIGNED": tuple(m.signed for m in coded),
             "EXACT": self.exact if reads_state else (),
             "ELEMENT_PARTS": tuple(x for x in per_element if x not in self.exact),
@@ -255,14 +294,15 @@ class _Passes:
             "CALLS": tuple(map(_call, chain)),
             "SCALARS": scalars,
             "ARGUMENTS": (
-                *arguments, *map(Variable, ("n", "scratch", "gscale")), *(s.value for s in scalars)
+                *arguments, *map(Variable, ("n", "scratch", "gscale", *numbers)),
+                *variables("key", dithered), *(s.value for s in scalars)
             ),
             "GSCALE": GSCALE, "BLOCK": self.block, "GRAIN": math.gcd(GRAIN, self.block),
             # Bytes of scratch for a moment: a block's numbers, and those of the one before.
             "ROW": 8 * self.block,
             "SCRATCH": 8 * self.block * max(1, len(self.rule.moments)),
             "SPARE": spare,
-            "SPARES": spare * (2 + sum(not x.per_block for x in self.parts)),
+            "SPARES": spare * (3 + sum(not x.per_block for x in self.parts)),
         }  # fmt: skip
 
     def _scalars(self, chain: Chain, updates: bool) -> tuple[Item, ...]:

@@ -2,7 +2,7 @@
 
 `decode_s_64` and `decode_u_64` give the codebook values of 64 codes as four vectors. Encoding has
 two steps, so that a loop can spread it between other work: `place_s` and `place_u` find the places
-of 16 fp32 numbers, `put_s_64` and `put_u_64` store the codes of four such vectors. The instructions
+of 16 fp32 numbers, `dither_s` and `dither_u` those by dither, `put_s_64` and `put_u_64` store the codes of four such vectors. The instructions
 are chosen when this module is imported, from the CPU features that Numba compiles for:
 
     AVX-512 VBMI   decode by 256-entry tables of bytes held in registers
@@ -22,6 +22,7 @@ from numba import njit, types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
+from ...engines.numba.dither import fractions
 from ...engines.numba.memory import load_f32, store_f32
 from ...engines.numba.vector import (
     F,
@@ -42,7 +43,16 @@ from ...engines.numba.vector import (
     vector,
 )
 from . import numba_tables
-from .numba_tables import BIAS, DOWN, OFFSET, book, octave_table, segments, slope_table
+from .numba_tables import (
+    BIAS,
+    DOWN,
+    OFFSET,
+    book,
+    dithered_slopes,
+    octave_table,
+    segments,
+    slope_table,
+)
 
 # For the engine: the template of its passes, and the modules that compiled code depends on as well.
 PASSES = "lowbit_optim_kernels.formats.dynamic8.numba_passes"
@@ -52,13 +62,14 @@ _features = host_features()
 HAS_AVX512 = {"avx512f", "avx512bw", "avx512dq"} <= _features
 HAS_AVX2 = {"avx2", "fma"} <= _features
 HAS_VBMI = HAS_AVX512 and "avx512vbmi" in _features
+HAS_SSE41 = "sse4.1" in _features or "sse4.2" in _features or "avx" in _features
 
 MANTISSA, ONE, BELOW_TWO = 0x007FFFFF, 0x3F800000, 0x3FFFFFFF  # bit patterns of fp32
 # What absmax is divided into, and between what that needs no care.
 ONE_DOWN, LEAST, MOST = np.float32(2.0**DOWN), np.float32(2.0**-28), np.float32(2.0**28)
 # One ulp of the smallest midpoint, about 2**-22, times 2**DOWN.
 NUDGE = 2.0 ** (DOWN - 45)
-UPWARD = ir.Constant(i32, 10)  # round towards +infinity, no exceptions
+DOWNWARD, UPWARD = ir.Constant(i32, 9), ir.Constant(i32, 10)  # how to round, no exceptions
 # Of a 4 x 4 matrix of 32-bit words: undoes the order that instructions on 128-bit lanes leave.
 TRANSPOSE = [4 * (i % 4) + i // 4 for i in range(16)]
 
@@ -162,9 +173,9 @@ def _by_halves(b: ir.IRBuilder, look_up: Callable, index: ir.Value) -> ir.Value:
     return shuffle(b, low, high, range(16))
 
 
-def _slope(b: ir.IRBuilder, signed: bool, index: ir.Value) -> ir.Value:
+def _slope(b: ir.IRBuilder, signed: bool, index: ir.Value, slopes: np.ndarray) -> ir.Value:
     """The slope of a segment by the exponent field."""
-    table = slope_table(signed).astype(np.float32)
+    table = slope_table(signed, slopes).astype(np.float32)
     if HAS_AVX512:
         name = "llvm.x86.avx512.permvar.sf.512"  # looks at the low four bits
         return call(b, name, vector(f32), constant(f32, table), index)
@@ -205,18 +216,23 @@ def _scaled(b: ir.IRBuilder, x: ir.Value, inverse: ir.Value) -> ir.Value:
     return call(b, "llvm.fma.v16f32", vector(f32), x, inverse, fill(f32, -NUDGE))
 
 
+def _never_zero(b: ir.IRBuilder, x: ir.Value, inverse: ir.Value) -> ir.Value:
+    """x times inverse; rounded up where it can be, so that a positive number stays one."""
+    if not HAS_AVX512:
+        return b.fmul(x, inverse)
+    return call(b, "llvm.x86.avx512.mul.ps.512", vector(f32), x, inverse, UPWARD)
+
+
 def _position_by_tables(b: ir.IRBuilder, x: ir.Value, inverse: ir.Value, signed: bool) -> ir.Value:
     """Signed: code - 127; unsigned: code + 1, or less for zero; i32 lanes."""
     if signed:
         q = _scaled(b, x, inverse)
-    elif not HAS_AVX512:
-        q = b.fmul(x, inverse)
-    else:  # rounded up, so that a positive number never becomes zero
-        q = call(b, "llvm.x86.avx512.mul.ps.512", vector(f32), x, inverse, UPWARD)
+    else:
+        q = _never_zero(b, x, inverse)
     bits = b.bitcast(q, vector(i32))
     octave = b.lshr(bits, fill(i32, 23))  # a permutation looks at the low five bits only
     moved = b.add(bits, _octave(b, signed, octave))  # keeps the sign of q
-    slope = _slope(b, signed, b.lshr(moved, fill(i32, 23)))
+    slope = _slope(b, signed, b.lshr(moved, fill(i32, 23)), segments(signed)[1])
     y = fabs(b, q) if signed else q
     v = call(b, "llvm.fma.v16f32", vector(f32), y, slope, fill(f32, OFFSET))
     v = b.bitcast(v, vector(i32))
@@ -252,16 +268,9 @@ def _pack_codes(b: ir.IRBuilder, positions: list, signed: bool) -> ir.Value:
 
 def _codes_by_comparing(b: ir.IRBuilder, x: ir.Value, inverse: ir.Value, signed: bool) -> ir.Value:
     """Codes of 16 numbers in generic vector instructions; i32 lanes."""
-    tops, slopes = segments(signed)
-    down = 2.0**DOWN
     q = _scaled(b, x, inverse) if signed else b.fmul(x, inverse)
     y = fabs(b, q) if signed else q
-    first = 0 if signed else 1
-    slope, scale = fill(f32, slopes[first] / down), fill(f32, 2.0 ** (first + BIAS[signed]))
-    for e in range(first, 8):
-        above = b.fcmp_ordered(">", y, fill(f32, tops[e] * down))
-        slope = b.select(above, fill(f32, slopes[e + 1] / down), slope)
-        scale = b.select(above, fill(f32, 2.0 ** (e + 1 + BIAS[signed])), scale)
+    scale, slope = _segment_by_comparing(b, y, signed, segments(signed)[1])
     v = call(b, "llvm.fma.v16f32", vector(f32), y, slope, fill(f32, OFFSET))
     below_two = fill(f32, float(np.nextafter(np.float32(2), np.float32(0))))
     v = b.select(b.fcmp_ordered("<", v, below_two), v, below_two)
@@ -275,7 +284,83 @@ def _codes_by_comparing(b: ir.IRBuilder, x: ir.Value, inverse: ir.Value, signed:
     return b.select(b.fcmp_ordered(">", x, fill(f32, 0.0)), code, zero)
 
 
-def _encoder(signed: bool) -> tuple[Callable, Callable]:
+def _segment_by_tables(b: ir.IRBuilder, q: ir.Value, signed: bool) -> tuple[ir.Value, ir.Value]:
+    """2**E and the dithered slope of the segments of numbers."""
+    bits = b.bitcast(q, vector(i32))
+    moved = b.add(bits, _octave(b, signed, b.lshr(bits, fill(i32, 23))))
+    slope = _slope(b, signed, b.lshr(moved, fill(i32, 23)), dithered_slopes(signed))
+    first = b.and_(moved, fill(i32, 0x7F800000))
+    return b.bitcast(first, vector(f32)), slope
+
+
+def _segment_by_comparing(
+    b: ir.IRBuilder, y: ir.Value, signed: bool, slopes: np.ndarray
+) -> tuple[ir.Value, ir.Value]:
+    """2**E and the slope of the segments of magnitudes."""
+    tops, down = segments(signed)[0], 2.0**DOWN
+    first = 0 if signed else 1
+    slope, scale = fill(f32, slopes[first] / down), fill(f32, 2.0 ** (first + BIAS[signed]))
+    for e in range(first, 8):
+        above = b.fcmp_ordered(">", y, fill(f32, tops[e] * down))
+        slope = b.select(above, fill(f32, slopes[e + 1] / down), slope)
+        scale = b.select(above, fill(f32, 2.0 ** (e + 1 + BIAS[signed])), scale)
+    return scale, slope
+
+
+def _line(b: ir.IRBuilder, n: ir.Value, y: ir.Value, slope: ir.Value) -> ir.Value:
+    """The z of `numba_tables`, with (F + 2 (2 n - 1)) / 3 = n (v + 4) / 3 - 5 / 6 and so on."""
+
+    def linear(x: ir.Value, factor: float | ir.Value, offset: float) -> ir.Value:
+        factor = fill(f32, factor) if isinstance(factor, float) else factor
+        return call(b, "llvm.fmuladd.v16f32", vector(f32), x, factor, fill(f32, offset))
+
+    def least(x: ir.Value, y: ir.Value) -> ir.Value:
+        return b.select(b.fcmp_ordered("<", x, y), x, y)
+
+    v = linear(y, slope, OFFSET)
+    near_ends = least(linear(v, 1.0 / 3.0, 4.0 / 3.0), linear(v, 5.0 / 3.0, -2.0 / 3.0))
+    return least(linear(v, n, -0.5), linear(near_ends, n, -5.0 / 6.0))
+
+
+def _floor(b: ir.IRBuilder, x: ir.Value) -> ir.Value:
+    """Integers below numbers, in i32 lanes."""
+    if HAS_AVX512:
+        name = "llvm.x86.avx512.mask.cvtps2dq.512"
+        kept, mask = fill(i32, 0), ir.Constant(i16, 0xFFFF)
+        return call(b, name, vector(i32), x, kept, mask, DOWNWARD)
+    if HAS_SSE41:
+        return b.fptosi(call(b, "llvm.floor.v16f32", vector(f32), x), vector(i32))
+    cut = b.fptosi(x, vector(i32))
+    over = b.fcmp_ordered(">", b.sitofp(cut, vector(f32)), x)
+    return b.add(cut, b.sext(over, vector(i32)))
+
+
+def _dithered(
+    b: ir.IRBuilder, x: ir.Value, inverse: ir.Value, random: ir.Value, signed: bool
+) -> ir.Value:
+    """Places of 16 numbers by dither, see `_position_by_tables`; without AVX-512 codes."""
+    q = b.fmul(x, inverse) if signed else _never_zero(b, x, inverse)
+    y = fabs(b, q) if signed else q
+    if HAS_AVX2 or HAS_AVX512:
+        n, slope = _segment_by_tables(b, q, signed)
+    else:
+        n, slope = _segment_by_comparing(b, y, signed, dithered_slopes(signed))
+    z = _line(b, n, y, slope)
+    top = fill(f32, 128.0 if signed else 256.0)
+    if signed:
+        z = b.select(b.fcmp_ordered(">", z, fill(f32, 0.0)), z, fill(f32, 0.0))
+        z = call(b, "llvm.copysign.v16f32", vector(f32), z, q)
+    z = b.fadd(z, random, flags=("contract",))
+    if not signed:  # in segment 1 and above, no code below that of the least positive number
+        least = b.select(b.fcmp_ordered("<", n, fill(f32, 2.0)), n, fill(f32, 2.0))
+        z = b.select(b.fcmp_ordered(">", z, least), z, least)
+    if HAS_AVX512:
+        return _floor(b, z) if signed else b.fptosi(z, vector(i32))
+    z = b.select(b.fcmp_ordered("<", z, top), z, top)
+    return _codes_of(b, x, _floor(b, z) if signed else b.fptosi(z, vector(i32)), signed)
+
+
+def _encoder(signed: bool) -> tuple[Callable, Callable, Callable]:
     @intrinsic
     def place(typing, x, inverse):
         """The places of 16 numbers: i32 lanes, as the bits of a vector of fp32."""
@@ -291,6 +376,16 @@ def _encoder(signed: bool) -> tuple[Callable, Callable]:
             return b.bitcast(places, vector(f32))
 
         return F(F, types.float32), emit
+
+    @intrinsic
+    def place_dithered(typing, x, inverse, random):
+        """The same by dither, of numbers in [0, 1)."""
+
+        def emit(context, b, signature, args):
+            places = _dithered(b, args[0], spread(b, args[1]), args[2], signed)
+            return b.bitcast(places, vector(f32))
+
+        return F(F, types.float32, F), emit
 
     @intrinsic
     def put_64(typing, x, y, z, w, target):
@@ -309,11 +404,11 @@ def _encoder(signed: bool) -> tuple[Callable, Callable]:
 
         return types.void(F, F, F, F, types.int64), emit
 
-    return place, put_64
+    return place, place_dithered, put_64
 
 
 decode_s_64, decode_u_64 = _decoder(True), _decoder(False)
-(place_s, put_s_64), (place_u, put_u_64) = _encoder(True), _encoder(False)
+(place_s, dither_s, put_s_64), (place_u, dither_u, put_u_64) = _encoder(True), _encoder(False)
 
 
 # Whole blocks.
@@ -346,7 +441,9 @@ def inverse_of(x, absmax, n):
     return ONE_DOWN / (absmax * s)
 
 
-def _block_functions(kind: str, decode_64: Callable, place: Callable, put_64: Callable) -> tuple:
+def _block_functions(
+    kind: str, decode_64: Callable, place: Callable, dithered: Callable, put_64: Callable
+) -> tuple:
     def decode(codes, out, n):
         """n codes, a multiple of 64, to codebook values at out."""
         for i in range(0, n, 64):
@@ -365,14 +462,27 @@ def _block_functions(kind: str, decode_64: Callable, place: Callable, put_64: Ca
             d = place(load_f32(x + 4 * i + 192), inverse)
             put_64(a, b, c, d, codes + i)
 
+    def encode_dithered(x, inverse, codes, n, base):
+        """The same by dither; `base` is the block's `block_bits`."""
+        for i in range(0, n, 64):
+            a = dithered(load_f32(x + 4 * i), inverse, fractions(base, i))
+            b = dithered(load_f32(x + 4 * i + 64), inverse, fractions(base, i + 16))
+            c = dithered(load_f32(x + 4 * i + 128), inverse, fractions(base, i + 32))
+            d = dithered(load_f32(x + 4 * i + 192), inverse, fractions(base, i + 48))
+            put_64(a, b, c, d, codes + i)
+
     # Numba names machine code by the function's name and a counter of the process that compiled it.
     # Code loaded from the disk cache has the counters of several processes, so that two functions
     # of one name can meet: the signed one would run for the unsigned.
-    for function in (decode, encode):
+    for function in (decode, encode, encode_dithered):
         function.__name__ = function.__qualname__ = f"{function.__name__}_{kind}"
     compiled = njit(nogil=True, error_model="numpy")
-    return compiled(decode), compiled(encode)
+    return compiled(decode), compiled(encode), compiled(encode_dithered)
 
 
-decode_s, encode_s = _block_functions("signed", decode_s_64, place_s, put_s_64)
-decode_u, encode_u = _block_functions("unsigned", decode_u_64, place_u, put_u_64)
+decode_s, encode_s, encode_dithered_s = _block_functions(
+    "signed", decode_s_64, place_s, dither_s, put_s_64
+)
+decode_u, encode_u, encode_dithered_u = _block_functions(
+    "unsigned", decode_u_64, place_u, dither_u, put_u_64
+)

@@ -11,6 +11,7 @@ from __future__ import annotations
 from numba import njit
 from numpy import float32 as f32
 
+from ...engines.numba.dither import block_bits, fractions
 from ...engines.numba.element import INFINITY, only_finite
 from ...engines.numba.memory import enter, leave, load_f32, read_f32, stack, store_f32, write_f32
 from ...engines.numba.vector import absolute as abs
@@ -29,6 +30,10 @@ from .numba import (
     ONE_DOWN,
     decode_s,
     decode_u,
+    dither_s,
+    dither_u,
+    encode_dithered_s,
+    encode_dithered_u,
     encode_s,
     encode_u,
     inverse_of,
@@ -69,6 +74,8 @@ def new_scales():
         largest[MOMENTS], inverse[MOMENTS] = mend(row + 4 * start, stop - start, *largest[MOMENTS])
     for m, scales in zip(MOMENTS, BLOCK_PARTS):
         write_f32(at[scales] + start // (BLOCK // 4), largest[m])
+        if m.stream:
+            base[m] = block_bits(key[m], step, number + start // BLOCK)
 
 
 @njit(nogil=True, error_model="numpy", inline="never")
@@ -96,6 +103,8 @@ def mend(row, n, *largest):
 def update_block(*ARGUMENTS):
     for m in MOMENTS:
         inverse[m] = f32(0.0)
+        if m.stream:
+            base[m] = 0
     row = start = stop = 0
     for start in range(0, n, BLOCK):
         stop = min(n, start + BLOCK)
@@ -112,18 +121,30 @@ def update_block(*ARGUMENTS):
                     j = i + 16 * quarter
                     update_elements()
                     for m in MOMENTS:
-                        place[m, quarter] = (place_s if m.signed else place_u)(
-                            load_f32(past + ROW * m.row + 4 * (j - BLOCK)), inverse[m]
-                        )
+                        if m.stream:
+                            place[m, quarter] = (dither_s if m.signed else dither_u)(
+                                load_f32(past + ROW * m.row + 4 * (j - BLOCK)),
+                                inverse[m],
+                                fractions(base[m], j - start),
+                            )
+                        else:
+                            place[m, quarter] = (place_s if m.signed else place_u)(
+                                load_f32(past + ROW * m.row + 4 * (j - BLOCK)), inverse[m]
+                            )
                 for m, codes in zip(MOMENTS, ELEMENT_PARTS):
                     (put_s_64 if m.signed else put_u_64)(
                         *(place[m, quarter] for quarter in (0, 1, 2, 3)), at[codes] + (i - BLOCK)
                     )
         new_scales()
     for m, codes in zip(MOMENTS, ELEMENT_PARTS):
-        (encode_s if m.signed else encode_u)(
-            row + ROW * m.row + 4 * start, inverse[m], at[codes] + start, stop - start
-        )
+        if m.stream:
+            (encode_dithered_s if m.signed else encode_dithered_u)(
+                row + ROW * m.row + 4 * start, inverse[m], at[codes] + start, stop - start, base[m]
+            )
+        else:
+            (encode_s if m.signed else encode_u)(
+                row + ROW * m.row + 4 * start, inverse[m], at[codes] + start, stop - start
+            )
 
 
 def block_of_tensor():

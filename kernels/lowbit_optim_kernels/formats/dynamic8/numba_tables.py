@@ -9,6 +9,15 @@ the code of 1.0. Segment e holds the positions 2**E to 2**(E+1) - 1 with E = e +
 (8/9 is what `offset` of `dynamic8.pieces` comes to). So a position, as a float, has its exponent
 from the segment and its mantissa from v; no comparison is needed, and ties go down because the
 floor of the largest float below a midpoint does. Slopes are fitted to the fp32 codebook.
+
+By dither a number takes one of the two positions around it. With n = 2**E and F = n v - 1/2, which
+is a whole number at a position's own value, it lies at
+
+    z = min(F, (F + 2 (2 n - 1)) / 3, (5 F - 2 n) / 3)
+
+between them: two segments' positions next to each other are 3 steps of the lower one apart, or 3/5
+of the upper. Its position is floor(z + u). The one of segment 8 has none above it; a slope of its
+own leads beyond it, and what is above the largest code becomes that one.
 """
 
 from __future__ import annotations
@@ -69,6 +78,13 @@ def segments(signed: bool) -> tuple[np.ndarray, np.ndarray]:
     return np.array(tops), np.array(slopes)
 
 
+def dithered_slopes(signed: bool) -> np.ndarray:
+    """The slopes of `segments` for positions by dither."""
+    slopes = segments(signed)[1].copy()
+    slopes[8] = 1.25 - OFFSET
+    return slopes
+
+
 def octave_table(signed: bool) -> np.ndarray:
     """What to add to the bits of y * 2**DOWN so that the exponent becomes E; uint32 (32,).
 
@@ -90,9 +106,9 @@ def octave_table(signed: bool) -> np.ndarray:
     return table.astype(np.uint32)
 
 
-def slope_table(signed: bool) -> np.ndarray:
+def slope_table(signed: bool, slopes: np.ndarray) -> np.ndarray:
     """Slopes for y * 2**DOWN by the low four bits of the exponent field 127 + E; fp64 (16,)."""
     table = np.zeros(16)
-    for e, slope in enumerate(segments(signed)[1]):
+    for e, slope in enumerate(slopes):
         table[(e + BIAS[signed] + 127) & 15] = slope * 2.0**-DOWN
     return table

@@ -1,0 +1,70 @@
+"""Random bits of `dither` for the Numba engine: a hash for each block, an addition for each lane.
+
+Single numbers are int64 here, of which the low 32 bits count; vectors of bits are those of `F`.
+"""
+
+from __future__ import annotations
+
+from llvmlite import ir
+from numba import types
+from numba.extending import intrinsic
+
+from ...dither import SPACE, TIME
+from .vector import LANES, F, constant, f32, fill, i32, i64, spread, vector
+
+_LANES = [lane * SPACE % 2**32 for lane in range(LANES)]
+
+
+def _mix(b: ir.IRBuilder, x: ir.Value) -> ir.Value:
+    for shift, factor in ((16, 0x7FEB352D), (15, 0x846CA68B)):
+        x = b.mul(b.xor(x, b.lshr(x, ir.Constant(i32, shift))), ir.Constant(i32, factor))
+    return b.xor(x, b.lshr(x, ir.Constant(i32, 16)))
+
+
+@intrinsic
+def stream_key(typing, tensor_key, stream):
+    """The key of one stream of a parameter."""
+
+    def emit(context, b, signature_, args):
+        return b.zext(_mix(b, b.trunc(b.add(*args), i32)), i64)
+
+    return types.int64(types.int64, types.int64), emit
+
+
+@intrinsic
+def block_bits(typing, key, step, block):
+    """Bits of a block's first lane, by its number in the whole parameter."""
+
+    def emit(context, b, signature_, args):
+        key, step = (b.trunc(x, i32) for x in args[:2])
+        low, high = b.trunc(args[2], i32), b.trunc(b.lshr(args[2], ir.Constant(i64, 32)), i32)
+        base = b.add(_mix(b, b.xor(low, key)), _mix(b, b.add(high, key)))
+        return b.zext(b.add(base, b.mul(step, ir.Constant(i32, TIME))), i64)
+
+    return types.int64(types.int64, types.int64, types.int64), emit
+
+
+def _bits(b: ir.IRBuilder, base: ir.Value, lane: ir.Value) -> ir.Value:
+    first = b.add(b.trunc(base, i32), b.mul(b.trunc(lane, i32), ir.Constant(i32, SPACE)))
+    return b.add(spread(b, first), constant(i32, _LANES))
+
+
+@intrinsic
+def random_bits(typing, base, lane):
+    """The bits of 16 lanes, of which `lane` is the first; `base` is the block's `block_bits`."""
+
+    def emit(context, b, signature_, args):
+        return b.bitcast(_bits(b, *args), vector(f32))
+
+    return F(types.int64, types.int64), emit
+
+
+@intrinsic
+def fractions(typing, base, lane):
+    """The same as numbers in [0, 1)."""
+
+    def emit(context, b, signature_, args):
+        upper = b.sitofp(b.lshr(_bits(b, *args), fill(i32, 8)), vector(f32))
+        return b.fmul(upper, fill(f32, 2.0**-24), flags=("contract",))
+
+    return F(types.int64, types.int64), emit

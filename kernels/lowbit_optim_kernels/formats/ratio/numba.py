@@ -1,0 +1,273 @@
+"""The formats `ratio8` and `ratio4` on vectors of 16 lanes, for the template of their passes.
+
+A code that has been worked out is a vector of i32 lanes, as the bits of one of fp32, whose low byte
+(or half of one) is stored. Where a number is rounded to nearest, adding 1.5 * 2**23 does that: what
+the sum's last bits are is the nearest integer, ties to even.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+from llvmlite import ir
+from numba import njit, types
+from numba.extending import intrinsic
+from numpy import float32 as f32
+
+from ...engines.numba.vector import (
+    F,
+    call,
+    fill,
+    host_features,
+    i8,
+    i16,
+    i32,
+    maximum,
+    minimum,
+    pointer,
+    rounded,
+    splat,
+    sqrt,
+    vector,
+    where,
+)
+from ...engines.numba.vector import absolute as magnitude
+from ...engines.numba.vector import f32 as single
+from . import LARGEST, LEAST_SCALE, RATIO_LEVELS, SOFT, SQUARE_LEVELS, ZERO
+
+PASSES = "lowbit_optim_kernels.formats.ratio.numba_passes"
+
+_features = host_features()
+HAS_AVX512 = {"avx512f", "avx512bw", "avx512dq"} <= _features
+HAS_SSE41 = "sse4.1" in _features or "sse4.2" in _features or "avx" in _features
+
+SQUARE_8, SQUARE_4 = f32(SQUARE_LEVELS[8]), f32(SQUARE_LEVELS[4])
+RATIO_8, RATIO_4 = f32(RATIO_LEVELS[8]), f32(RATIO_LEVELS[4])
+ZERO_8, ZERO_4 = f32(ZERO), f32(8)
+SOFT_LEVELS, SOFT_SUM = f32(127.0), f32(SOFT)
+INTEGER = f32(1.5 * 2.0**23)  # and below 2**22 what is added to it comes out as an integer
+_LEAST, _LARGEST, _INFINITY, _NONE, _ONE = (
+    f32(x) for x in (LEAST_SCALE, LARGEST, np.inf, 0.0, 1.0)
+)
+_DOWN = ir.Constant(i32, 9)  # round towards -infinity, no exceptions
+
+
+# Codes in memory.
+
+
+def _loader(widen: Callable) -> Callable:
+    @intrinsic
+    def load(typing, address):
+        def emit(context, b, signature, args):
+            codes = b.load(pointer(b, args[0], vector(i8)), align=1)
+            return b.sitofp(widen(b, b.zext(codes, vector(i32))), vector(single))
+
+        return F(types.int64), emit
+
+    return load
+
+
+# 16 codes, their lower and their upper halves, as numbers.
+load_codes = _loader(lambda b, x: x)
+load_lower = _loader(lambda b, x: b.and_(x, fill(i32, 15)))
+load_upper = _loader(lambda b, x: b.lshr(x, fill(i32, 4)))
+
+
+@intrinsic
+def put_codes(typing, address, x):
+    """Store 16 codes."""
+
+    def emit(context, b, signature, args):
+        codes = b.trunc(b.bitcast(args[1], vector(i32)), vector(i8))
+        b.store(codes, pointer(b, args[0], vector(i8)), align=1)
+        return context.get_dummy_value()
+
+    return types.void(types.int64, F), emit
+
+
+@intrinsic
+def put_halves(typing, address, lower, upper):
+    """Store 16 pairs of codes."""
+
+    def emit(context, b, signature, args):
+        lower, upper = (b.bitcast(x, vector(i32)) for x in args[1:])
+        both = b.or_(b.and_(lower, fill(i32, 15)), b.shl(upper, fill(i32, 4)))
+        b.store(b.trunc(both, vector(i8)), pointer(b, args[0], vector(i8)), align=1)
+        return context.get_dummy_value()
+
+    return types.void(types.int64, F, F), emit
+
+
+@intrinsic
+def read_bf16(typing, address):
+    """One bf16 number."""
+
+    def emit(context, b, signature, args):
+        bits = b.zext(b.load(pointer(b, args[0], i16)), i32)
+        return b.bitcast(b.shl(bits, ir.Constant(i32, 16)), single)
+
+    return types.float32(types.int64), emit
+
+
+@intrinsic
+def write_bf16(typing, address, x):
+    """Store one number that is a bf16 one."""
+
+    def emit(context, b, signature, args):
+        bits = b.lshr(b.bitcast(args[1], i32), ir.Constant(i32, 16))
+        b.store(b.trunc(bits, i16), pointer(b, args[0], i16))
+        return context.get_dummy_value()
+
+    return types.void(types.int64, types.float32), emit
+
+
+# Rounding.
+
+
+@intrinsic
+def _nearest_bf16(typing, x):
+    """The nearest bf16 number, ties to even."""
+
+    def emit(context, b, signature, args):
+        bits = b.bitcast(args[0], i32)
+        odd = b.and_(b.lshr(bits, ir.Constant(i32, 16)), ir.Constant(i32, 1))
+        bits = b.add(b.add(bits, ir.Constant(i32, 0x7FFF)), odd)
+        return b.bitcast(b.and_(bits, ir.Constant(i32, 0xFFFF0000)), single)
+
+    return types.float32(types.float32), emit
+
+
+@intrinsic
+def _cut(typing, x):
+    """What is left of numbers without their fractions, as i32 lanes."""
+
+    def emit(context, b, signature, args):
+        return b.bitcast(b.fptosi(args[0], vector(i32)), vector(single))
+
+    return F(F), emit
+
+
+@intrinsic
+def _below(typing, x, zero):
+    """The code of the next integers below numbers of less than 2**22, as i32 lanes."""
+
+    def emit(context, b, signature, args):
+        x, zero = args
+        if HAS_AVX512:  # in one instruction
+            name = "llvm.x86.avx512.add.ps.512"
+            return call(b, name, vector(single), x, b.fadd(zero, fill(single, INTEGER)), _DOWN)
+        if HAS_SSE41:
+            below = call(b, "llvm.floor.v16f32", vector(single), x)
+        else:
+            cut = b.sitofp(b.fptosi(x, vector(i32)), vector(single))
+            over = b.fcmp_ordered(">", cut, x)
+            below = b.select(over, b.fsub(cut, fill(single, 1.0)), cut)
+        return b.fadd(below, b.fadd(zero, fill(single, INTEGER)))
+
+    return F(F, F), emit
+
+
+@intrinsic
+def _with_sign(typing, x, y):
+    """The magnitudes of x with the signs of y."""
+    return F(F, F), lambda c, b, s, a: call(b, "llvm.copysign.v16f32", vector(single), *a)
+
+
+# Scales of blocks, and what numbers are multiplied by to be coded.
+
+
+@njit(nogil=True, error_model="numpy")
+def square_scale(largest, levels):
+    return largest / (levels * levels)
+
+
+@njit(nogil=True, error_model="numpy")
+def ratio_scale(largest, levels):
+    scale = _nearest_bf16(largest / levels)
+    return scale if scale >= _LEAST and scale < _INFINITY else _NONE
+
+
+@njit(nogil=True, error_model="numpy")
+def soft_scale(largest):
+    return min(_nearest_bf16(largest), _LARGEST)
+
+
+@njit(nogil=True, error_model="numpy")
+def inverse_of_scale(scale):
+    return _ONE / scale if scale > _NONE else _NONE
+
+
+# Numbers of codes. (`rounded`: a product that does not enter a sum before it is rounded.)
+
+
+@njit(nogil=True, error_model="numpy")
+def root_of(code, scale):
+    return rounded(rounded(code, code), splat(scale))
+
+
+@njit(nogil=True, error_model="numpy")
+def of_ratio(code, scale, root):
+    return rounded(rounded(code, splat(scale)), root)
+
+
+@njit(nogil=True, error_model="numpy")
+def of_soft(code, scale):
+    return rounded(code, splat(scale)) / (SOFT_SUM - magnitude(code))
+
+
+@njit(nogil=True, error_model="numpy")
+def ratio_to(x, root):
+    return where(root > _NONE, x / root, splat(_NONE))
+
+
+# Codes of numbers: `random` is what is added before the fraction is cut off.
+
+
+@njit(nogil=True, error_model="numpy")
+def square_code(root, inverse, random, levels):
+    y = sqrt(rounded(root, splat(inverse))) + random
+    y = maximum(minimum(y, levels + f32(0.5)), splat(_ONE))
+    return _cut(where(root > _NONE, y, splat(_NONE)))
+
+
+@njit(nogil=True, error_model="numpy")
+def ratio_code(ratio, inverse, zero):
+    """To the nearest; no ratio is as large as a bf16 scale that is too small could be."""
+    return rounded(ratio, splat(inverse)) + (zero + INTEGER)
+
+
+@njit(nogil=True, error_model="numpy")
+def dithered_ratio_code(ratio, inverse, zero, random, levels):
+    y = rounded(ratio, splat(inverse)) + random
+    return _below(maximum(minimum(y, levels), -splat(levels)), splat(zero))
+
+
+@njit(nogil=True, error_model="numpy")
+def _soft(x, scale):
+    """254 |x| / (scale + |x|), and 0 throughout a block without a scale."""
+    a, zero = magnitude(x), not scale > _NONE
+    share = rounded(splat(_NONE if zero else SOFT_SUM), a)
+    return share / (splat(_ONE if zero else scale) + a)
+
+
+@njit(nogil=True, error_model="numpy")
+def soft_code(x, scale):
+    y = minimum(_soft(x, scale), splat(SOFT_LEVELS))
+    return _with_sign(y, x) + (ZERO_8 + INTEGER)
+
+
+@njit(nogil=True, error_model="numpy")
+def dithered_soft_code(x, scale, random):
+    y = minimum(_soft(x, scale) + random, splat(SOFT_LEVELS))
+    return _below(_with_sign(_whole(y), x), splat(ZERO_8))
+
+
+@intrinsic
+def _whole(typing, x):
+    """Numbers of less than 2**31 without their fractions."""
+
+    def emit(context, b, signature, args):
+        return b.sitofp(b.fptosi(args[0], vector(i32)), vector(single))
+
+    return F(F), emit

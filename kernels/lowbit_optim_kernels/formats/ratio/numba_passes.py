@@ -1,0 +1,217 @@
+"""Template of the passes over blocks of `ratio8` and `ratio4`: in place of the engine's own.
+
+A block is four vectors. They are decoded, updated and encoded in registers: what is encoded, roots
+of squares, ratios and numbers, waits there for the block's scales. Numbers that are not finite are
+seen in the largest ones, and put right in a block that has some.
+"""
+
+from __future__ import annotations
+
+from numba import njit
+from numpy import float32 as f32
+
+from ...engines.numba.dither import block_bits, fractions
+from ...engines.numba.element import INFINITY, only_finite
+from ...engines.numba.memory import read_f32, write_f32
+from ...engines.numba.vector import (
+    finite,
+    highest,
+    reach,
+    reach_unsigned,
+    rounded,
+    splat,
+    sqrt,
+    total,
+    where,
+)
+from .numba import (
+    RATIO_4,
+    RATIO_8,
+    SQUARE_4,
+    SQUARE_8,
+    ZERO_4,
+    ZERO_8,
+    dithered_ratio_code,
+    dithered_soft_code,
+    inverse_of_scale,
+    load_codes,
+    load_lower,
+    load_upper,
+    of_ratio,
+    of_soft,
+    put_codes,
+    put_halves,
+    ratio_code,
+    ratio_scale,
+    ratio_to,
+    read_bf16,
+    root_of,
+    soft_code,
+    soft_scale,
+    square_code,
+    square_scale,
+    write_bf16,
+)
+
+SUMMED = 256  # elements whose terms are added up in fp32
+
+
+def read_block():
+    for m in MOMENTS:
+        for x in BLOCK_PARTS:
+            if x.key == m.key + "_scale" and m.role == "square":
+                scale[m] = read_f32(at[x] + start // (BLOCK // 4))
+            elif x.key == m.key + "_scale":
+                scale[m] = read_bf16(at[x] + start // (BLOCK // 2))
+
+
+def load_moments():
+    if BITS == 4:
+        for x in ELEMENT_PARTS:
+            for m in MOMENTS:
+                if m.role == "square":
+                    code[m] = load_upper(at[x] + j)
+                else:
+                    code[m] = load_lower(at[x] + j) - ZERO_4
+    else:
+        for m, x in zip(MOMENTS, ELEMENT_PARTS):
+            if m.role == "square":
+                code[m] = load_codes(at[x] + j)
+            else:
+                code[m] = load_codes(at[x] + j) - ZERO_8
+    for m in MOMENTS:
+        if m.role == "square":
+            root[m] = root_of(code[m], scale[m])
+            m.value = rounded(root[m], root[m])
+    for m in MOMENTS:
+        if m.role == "ratio":
+            m.value = of_ratio(code[m], scale[m], root[m.partner])
+        elif m.role != "square":
+            m.value = of_soft(code[m], scale[m])
+
+
+def store_moments():
+    """Keep what is coded, of the block's vector `quarter`, and the largest so far."""
+    for m in MOMENTS:
+        if m.role == "square":
+            coded[m, quarter] = sqrt(m.value)
+            top[m] = reach_unsigned(top[m], coded[m, quarter])
+    for m in MOMENTS:
+        if m.role == "ratio":
+            coded[m, quarter] = ratio_to(m.value, coded[m.partner, quarter])
+            top[m] = reach(top[m], coded[m, quarter])
+        elif m.role != "square":
+            coded[m, quarter] = m.value
+            top[m] = reach(top[m], coded[m, quarter])
+
+
+def mend():
+    """An element with one bad number starts again in all moments."""
+    for m in MOMENTS:
+        top[m] = splat(f32(0.0))
+    for quarter in (0, 1, 2, 3):
+        ok = every(finite(coded[m, quarter]) for m in MOMENTS)
+        for m in MOMENTS:
+            coded[m, quarter] = where(ok, coded[m, quarter], splat(f32(0.0)))
+            top[m] = reach(top[m], coded[m, quarter])
+    for m in MOMENTS:
+        largest[m] = highest(top[m])
+
+
+def new_scales():
+    for m in MOMENTS:
+        if m.role == "square":
+            scale[m] = square_scale(largest[m], SQUARE_8 if BITS == 8 else SQUARE_4)
+            inverse[m] = inverse_of_scale(scale[m])
+        elif m.role == "ratio":
+            scale[m] = ratio_scale(largest[m], RATIO_8 if BITS == 8 else RATIO_4)
+            inverse[m] = inverse_of_scale(scale[m])
+        else:
+            scale[m] = soft_scale(largest[m])
+        for x in BLOCK_PARTS:
+            if x.key == m.key + "_scale" and m.role == "square":
+                write_f32(at[x] + start // (BLOCK // 4), scale[m])
+            elif x.key == m.key + "_scale":
+                write_bf16(at[x] + start // (BLOCK // 2), scale[m])
+        if m.stream:
+            base[m] = block_bits(key[m], step, number + start // BLOCK)
+
+
+def encode():
+    """Codes of the block's vector `quarter`."""
+    for m in MOMENTS:
+        if m.stream:
+            random[m] = fractions(base[m], 16 * quarter)
+        if m.role == "square":
+            code[m] = square_code(
+                coded[m, quarter],
+                inverse[m],
+                random[m] if m.stream else splat(f32(0.5)),
+                SQUARE_8 if BITS == 8 else SQUARE_4,
+            )
+        elif m.role == "ratio" and m.stream:
+            code[m] = dithered_ratio_code(
+                coded[m, quarter],
+                inverse[m],
+                ZERO_8 if BITS == 8 else ZERO_4,
+                random[m],
+                RATIO_8 if BITS == 8 else RATIO_4,
+            )
+        elif m.role == "ratio":
+            code[m] = ratio_code(
+                coded[m, quarter], inverse[m], ZERO_8 if BITS == 8 else ZERO_4
+            )
+        elif m.stream:
+            code[m] = dithered_soft_code(coded[m, quarter], scale[m], random[m])
+        else:
+            code[m] = soft_code(coded[m, quarter], scale[m])
+
+
+def store_codes():
+    if BITS == 4:
+        for x in ELEMENT_PARTS:
+            for m in MOMENTS:
+                if m.role == "ratio":
+                    put_halves(at[x] + j, code[m], code[m.partner])
+    else:
+        for m, x in zip(MOMENTS, ELEMENT_PARTS):
+            put_codes(at[x] + j, code[m])
+
+
+@njit(nogil=True, error_model="numpy", inline="always")
+def update_block(*ARGUMENTS):
+    for start in range(0, n, BLOCK):
+        read_block()
+        for m in MOMENTS:
+            top[m] = splat(f32(0.0))
+        for quarter in (0, 1, 2, 3):
+            j = start + 16 * quarter
+            update_elements()
+        largest[MOMENTS] = tuple(highest(top[m]) for m in MOMENTS)
+        if not all(largest[m] < INFINITY for m in MOMENTS):
+            mend()
+        new_scales()
+        for quarter in (0, 1, 2, 3):
+            j = start + 16 * quarter
+            encode()
+            store_codes()
+
+
+@njit(nogil=True, error_model="numpy", inline="always")
+def reduce_block(*ARGUMENTS):
+    """Sums of terms; of finite ones, lest one bad gradient spoil its tensor's norm."""
+    for x in TERMS:
+        block_sum[x] = 0.0
+    for first in range(0, n, SUMMED):
+        for x in TERMS:
+            lanes[x] = splat(f32(0.0))
+        for start in range(first, min(n, first + SUMMED), BLOCK):
+            if MOMENTS:
+                read_block()
+            for j in range(start, start + BLOCK, 16):
+                compute()
+                for x in TERMS:
+                    lanes[x] = lanes[x] + (only_finite(x.value) if FINITE else x.value)
+        for x in TERMS:
+            block_sum[x] += total(lanes[x])
+    return block_sum[TERMS]
