@@ -158,9 +158,7 @@ def encode():
                 RATIO_8 if BITS == 8 else RATIO_4,
             )
         elif m.role == "ratio":
-            code[m] = ratio_code(
-                coded[m, quarter], inverse[m], ZERO_8 if BITS == 8 else ZERO_4
-            )
+            code[m] = ratio_code(coded[m, quarter], inverse[m], ZERO_8 if BITS == 8 else ZERO_4)
         elif m.stream:
             code[m] = dithered_soft_code(coded[m, quarter], scale[m], random[m])
         else:
