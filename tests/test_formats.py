@@ -39,7 +39,7 @@ def encoded(format, moments, values, *random):
 
 
 def test_dither_is_the_one_that_is_specified():
-    m, _, bits = example()
+    _, _, bits = example()
     assert reference.digest(bits) == "c632bdc546f40375"
     key = dither.stream_key(dither.tensor_key(0, 0), dither.WEIGHT)
     blocks, lanes = torch.tensor([[0], [1]]), torch.arange(2)
@@ -180,7 +180,7 @@ def test_four_bits_are_refused_where_there_is_no_ratio_and_square(name):
     for asked in ({"optim_bits": 4}, {"state_format": "ratio4"}):
         with pytest.raises(ValueError, match=f"^{name} cannot have .*'ratio4'"):
             getattr(lowbit_optim, name)([p], lr=0.1, **asked)
-    with pytest.raises(ValueError, match="AdamW cannot have .*exp_avg_sq, max_exp_avg_sq"):
+    with pytest.raises(ValueError, match=r"AdamW cannot have .*exp_avg_sq, max_exp_avg_sq"):
         lowbit_optim.AdamW([p], optim_bits=4, amsgrad=True)
     optimizer = lowbit_optim.AdamW4bit([p])
     with pytest.raises(ValueError, match="AdamW4bit cannot have"):

@@ -1,0 +1,276 @@
+"""Gradient release: the same run with each gradient gone as soon as it is there."""
+
+import copy
+import math
+
+import pytest
+import torch
+from torch import nn
+
+import lowbit_optim
+from lowbit_optim import release_gradients
+from protocol import CLASSES, identical
+
+NORM = "previous_gradient_norm"
+
+
+def model(dtype=torch.float32, tied=False):
+    torch.manual_seed(0)
+    made = nn.Sequential(
+        nn.Linear(16, 64), nn.ReLU(), nn.Linear(64, 70), nn.LayerNorm(70), nn.Linear(70, 2)
+    ).to(dtype)
+    if tied:
+        made.append(nn.Linear(2, 70, bias=False).to(dtype))
+        made[-1].weight = nn.Parameter(made[-2].weight.detach().t().clone())
+        made.append(nn.Linear(70, 2, bias=False).to(dtype))
+        made[-1].weight = made[-3].weight
+    return made
+
+
+def batch(t, dtype=torch.float32):
+    return torch.randn(4, 16, generator=torch.Generator().manual_seed(t)).to(dtype)
+
+
+def backward(net, t):
+    loss = net(batch(t, next(net.parameters()).dtype)).float().square().mean()
+    loss.backward()
+    return loss
+
+
+def run(optimizer, net, steps=4):
+    schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
+    for t in range(steps):
+        backward(net, t)
+        optimizer.step()
+        schedule.step()
+        optimizer.zero_grad()
+    return optimizer.state_dict()
+
+
+FUSED = [mark for mark in CLASSES.args[1] if mark.fused]
+
+
+@pytest.mark.parametrize("case", FUSED, ids=lambda case: case.name)
+@pytest.mark.parametrize("bucket_bytes", [0, 2000, 1 << 26])
+def test_released_is_as_unreleased(case, bucket_bytes):
+    """Bit for bit: parameters, state, schedules."""
+    nets = model(torch.bfloat16), model(torch.bfloat16)
+    states = []
+    for net in nets:
+        options = {"master_weight_bits": 24, "min_8bit_size": 1, "percentile_clipping": 50}
+        optimizer = case.build(net.parameters(), 8, **options)
+        if net is nets[1]:
+            release_gradients(optimizer, net, bucket_bytes=bucket_bytes)
+        states.append(run(optimizer, net))
+    assert identical(*states)
+    assert identical(nets[0].state_dict(), nets[1].state_dict())
+
+
+def test_gradients_go_during_the_backward_pass():
+    net = model()
+    optimizer = lowbit_optim.AdamW8bit(net.parameters())
+    handle = release_gradients(optimizer, bucket_bytes=0)
+    there = []
+    net[0].bias.register_hook(lambda g: there.append([p.grad is None for p in net.parameters()]))
+    before = [p.detach().clone() for p in net.parameters()]
+    backward(net, 0)
+    assert all(there[0]), "those behind it have been stepped, it has no gradient yet"
+    assert all(p.grad is None for p in net.parameters())
+    after = [p.detach().clone() for p in net.parameters()]
+    assert not any(map(torch.equal, before, after))
+    optimizer.step()
+    assert all(map(torch.equal, after, net.parameters())), "step() has nothing left to do"
+    handle.remove()
+    backward(net, 1)
+    assert all(p.grad is not None for p in net.parameters())
+    assert all(map(torch.equal, after, net.parameters()))
+    optimizer.step()
+    assert not any(map(torch.equal, after, net.parameters()))
+    release_gradients(optimizer).remove()  # may be had again
+
+
+def test_a_bucket_that_is_not_full_is_stepped_by_step():
+    net = model()
+    optimizer = lowbit_optim.AdamW8bit(net.parameters())
+    handle = release_gradients(optimizer)
+    before = [p.detach().clone() for p in net.parameters()]
+    backward(net, 0)
+    assert all(map(torch.equal, before, net.parameters()))
+    handle.remove()
+    assert all(p.grad is not None for p in net.parameters()), "what waited is not lost"
+    optimizer.step()
+    assert not any(map(torch.equal, before, net.parameters()))
+
+
+def test_tied_weights_are_one_parameter():
+    nets = model(tied=True), model(tied=True)
+    optimizers = [lowbit_optim.AdamW8bit(net.parameters(), min_8bit_size=1) for net in nets]
+    release_gradients(optimizers[1], nets[1], bucket_bytes=0)
+    assert identical(*[run(o, net) for o, net in zip(optimizers, nets, strict=True)])
+
+
+def test_a_closure_is_run():
+    nets = model(), model()
+    optimizers = [lowbit_optim.LAMB8bit(net.parameters(), lr=0.01) for net in nets]
+    release_gradients(optimizers[1])
+    losses = [
+        [o.step(lambda net=net, t=t: backward(net, t)).item() for t in range(3)]
+        for o, net in zip(optimizers, nets, strict=True)
+    ]
+    # Without release gradients pile up, as the closure does not clear them.
+    assert losses[0][0] == losses[1][0]
+    assert identical(*[[p.detach() for p in net[:1].parameters()] for net in nets]) is False
+
+
+def test_what_has_no_hook_is_stepped_by_step():
+    net, late = model(), nn.Parameter(torch.ones(3))
+    optimizer = lowbit_optim.AdamW8bit(net.parameters())
+    release_gradients(optimizer)
+    optimizer.add_param_group({"params": [late]})
+    late.grad = torch.ones(3)
+    optimizer.step()
+    assert (late != 1).all()
+
+
+def clipped_by_hand(limit, steps):
+    """The run in which each step scales by the norm of the step before."""
+    net = model()
+    optimizer = lowbit_optim.AdamW32bit(net.parameters(), lr=0.01)
+    norm = 0.0
+    for t in range(steps):
+        backward(net, t)
+        grads = [p.grad for p in net.parameters()]
+        now = math.sqrt(sum(float(g.double().square().sum()) for g in grads))
+        for g in grads:
+            g.mul_(min(1.0, limit / norm) if norm else 1.0)
+        norm = now
+        optimizer.step()
+        optimizer.zero_grad()
+    return net, norm
+
+
+@pytest.mark.parametrize("bucket_bytes", [0, 1 << 26])
+def test_clipping_by_the_previous_norm(bucket_bytes):
+    want, norm = clipped_by_hand(0.05, 5)
+    net = model()
+    optimizer = lowbit_optim.AdamW32bit(net.parameters(), lr=0.01)
+    release_gradients(optimizer, net, bucket_bytes=bucket_bytes, clip_previous_norm=0.05)
+    run_without_schedule(optimizer, net, range(3))
+    saved = copy.deepcopy(optimizer.state_dict())
+    # It goes on with the norm that was saved.
+    other = model()
+    other.load_state_dict(net.state_dict())
+    again = lowbit_optim.AdamW32bit(other.parameters(), lr=0.01)
+    again.load_state_dict(saved)
+    release_gradients(again, other, bucket_bytes=bucket_bytes, clip_previous_norm=0.05)
+    run_without_schedule(again, other, range(3, 5))
+    for p, q in zip(other.parameters(), want.parameters(), strict=True):
+        torch.testing.assert_close(p, q, rtol=1e-5, atol=1e-7)
+    assert abs(float(again.param_groups[0][NORM]) / norm - 1) < 1e-4
+
+
+def run_without_schedule(optimizer, net, steps):
+    for t in steps:
+        backward(net, t)
+        optimizer.step()
+
+
+def test_a_norm_that_is_not_finite_clips_nothing():
+    net = model()
+    optimizer = lowbit_optim.AdamW8bit(net.parameters())
+    release_gradients(optimizer, clip_previous_norm=1.0)
+    net[0].weight.register_hook(lambda g: g * math.inf)
+    backward(net, 0)
+    optimizer.step()
+    assert float(optimizer.param_groups[0][NORM]) == 0
+
+
+def test_trainers_hooks():
+    """The names that trainers call from hooks of their own."""
+    nets = [model() for _ in range(3)]
+    optimizers = [lowbit_optim.LANS8bit(net.parameters(), lr=0.01) for net in nets]
+    for t in range(3):
+        for k, (net, optimizer) in enumerate(zip(nets, optimizers, strict=True)):
+            backward(net, t)
+            (group,) = optimizer.param_groups
+            if k == 0:
+                optimizer.step()
+            for i, p in enumerate(group["params"]):
+                if k == 1:
+                    optimizer.step_parameter(p, group, i)
+                if k == 2:
+                    optimizer.step_param(p, group)
+                p.grad = None
+    assert identical(*[o.state_dict()["state"] for o in optimizers[:2]])
+    for net in nets[1:]:
+        assert identical(net.state_dict(), nets[0].state_dict())
+    optimizer.step_parameter(p)  # has no gradient: stays
+    with pytest.raises(ValueError, match="not in this LANS8bit"):
+        optimizer.step_parameter(nn.Parameter(torch.ones(2)))
+    with pytest.raises(ValueError, match="group must be that of the parameter, parameter group 0"):
+        optimizer.step_parameter(p, {"params": [p]})
+    with pytest.raises(ValueError, match="i must be the parameter's place"):
+        optimizer.step_parameter(p, group, 0)
+
+
+# What cannot be had.
+
+
+def test_a_second_backward_pass_is_refused():
+    net = model()
+    optimizer = lowbit_optim.AdamW8bit(net.parameters())
+    release_gradients(optimizer, bucket_bytes=0)
+    backward(net, 0)
+    with pytest.raises(RuntimeError, match=r"second gradient .* call step\(\) after every"):
+        backward(net, 1)
+
+
+def test_a_gradient_scaler_is_refused():
+    net = model()
+    optimizer = lowbit_optim.AdamW8bit(net.parameters())
+    release_gradients(optimizer)
+    scaler = torch.amp.GradScaler("cpu")
+    scaler.scale(net(batch(0)).sum()).backward()
+    with pytest.raises(RuntimeError, match=r"GradScaler .*bf16"):
+        scaler.step(optimizer)
+    optimizer.grad_scale = torch.tensor(2.0)
+    with pytest.raises(RuntimeError, match="GradScaler"):
+        optimizer.step_parameter(net[0].weight)
+
+
+def test_bad_arguments():
+    net = model()
+    optimizer = lowbit_optim.AdamW8bit(net.parameters())
+    for options, match in (
+        ({"accumulate": 2}, "accumulate must be 1, got 2: .* use smaller batches"),
+        ({"accumulate": 0}, "accumulate must be an integer >= 1"),
+        ({"bucket_bytes": -1}, "bucket_bytes must be an integer >= 0"),
+        ({"clip_previous_norm": 0.0}, "clip_previous_norm must be finite, > 0"),
+    ):
+        with pytest.raises(ValueError, match=match):
+            release_gradients(optimizer, **options)
+    with pytest.raises(TypeError, match=r"model must be a torch.nn.Module; got list"):
+        release_gradients(optimizer, [net])
+    with pytest.raises(TypeError, match="an optimizer of lowbit_optim, got AdamW"):
+        release_gradients(torch.optim.AdamW(net.parameters()))
+    for name in ("Cain8bit", "LearnedGradient"):
+        with pytest.raises(ValueError, match=f"{name} cannot step parameters in the backward"):
+            release_gradients(getattr(lowbit_optim, name)(net.parameters()))
+    handle = release_gradients(optimizer)
+    with pytest.raises(ValueError, match="released already; call remove"):
+        release_gradients(optimizer)
+    with pytest.raises(ValueError, match="by another optimizer already"):
+        release_gradients(lowbit_optim.SGD(net.parameters()))
+    handle.remove()
+
+
+def test_ddp_is_refused(tmp_path):
+    store = torch.distributed.FileStore(str(tmp_path / "store"), 1)
+    torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
+    try:
+        net = nn.parallel.DistributedDataParallel(model())
+        optimizer = lowbit_optim.AdamW8bit(net.parameters())
+        with pytest.raises(ValueError, match=r"DistributedDataParallel, .* fully_shard"):
+            release_gradients(optimizer, net)
+    finally:
+        torch.distributed.destroy_process_group()
