@@ -277,35 +277,42 @@ class LowBitOptimizer(KeepsState):
             ValueError: when it is of another optimizer, of a newer format, or does not fit the
                 parameters; nothing has been changed then.
         """
-        state_dict = _checkpoint.after_hooks(self, state_dict)
-        failed: ValueError | None = None
-        state: dict[Any, Any] = {}
-        groups: list[dict[str, Any]] = []
-        try:
-            groups, state = self._loaded(state_dict)
-        except ValueError as error:
-            failed = error
         params = [p for group in self.param_groups for p in group["params"]]
-        _sharding.agree(failed, params)  # raises on all ranks, or on none
+        # What one rank can look at alone comes first: a rank that raises while others ask all for
+        # their shards would leave them waiting.
+        with _sharding.agreeing(params) as its_saved:
+            state_dict = _checkpoint.after_hooks(self, state_dict)
+            state_dict, groups = self._checked(state_dict)
+            found = list(_checkpoint.saved_states(groups, state_dict))
+            its_saved.update((p, saved) for _, p, _, saved in found)
+        with _sharding.agreeing(params):
+            state = self._states_from(found)
+            state.update(_checkpoint.other_entries(state_dict))
         self.__setstate__({"state": _checkpoint.as_state(state), "param_groups": groups})
         for post_hook in self._optimizer_load_state_dict_post_hooks.values():
             post_hook(self)
 
-    def _loaded(self, state_dict: dict[str, Any]) -> tuple[list[dict[str, Any]], dict[Any, Any]]:
-        """The groups and the state of a state dict; nothing has been changed."""
+    def _checked(self, state_dict: dict[str, Any]) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+        """A state dict in this package's terms, and its groups; nothing has been changed."""
         state_dict = _foreign.as_ours(self, state_dict)
-        name = type(self).__name__
         _checkpoint.check_header(state_dict, self.family, self.defaults)
         for index, group in enumerate(self.param_groups):
             self._settings.settle(index, group)
-        groups = _checkpoint.merged_groups(self.param_groups, state_dict, name)
+        groups = _checkpoint.merged_groups(self.param_groups, state_dict, type(self).__name__)
         for index, group in enumerate(groups):
             with _checkpoint.refusing(f"parameter group {index} of state_dict"):
                 self._check(resolved({**self.defaults, **group}))
+        return state_dict, groups
+
+    def _states_from(
+        self, found: list[tuple[str, Tensor, Mapping[str, Any], dict[str, Any]]]
+    ) -> dict[Any, Any]:
+        """The parameters' states of what `saved_states` has found; nothing has been changed."""
         state: dict[Any, Any] = {}
         errors: list[ValueError] = []
-        for where, p, its_group, saved in _checkpoint.saved_states(groups, state_dict):
-            ((_, part),) = self._overridden({**resolved(its_group), "params": [p]})
+        name = type(self).__name__
+        for where, p, group, saved in found:
+            ((_, part),) = self._overridden({**resolved(group), "params": [p]})
             try:
                 with _checkpoint.refusing(f"state_dict does not fit {name}: {where}"):
                     state[p] = self._state_from(saved, p, part)
@@ -313,8 +320,7 @@ class LowBitOptimizer(KeepsState):
                 errors.append(error)  # other ranks may go on to where all are needed
         if errors:
             raise errors[0]
-        state.update(_checkpoint.other_entries(state_dict))
-        return groups, state
+        return state
 
     # The step loop.
 

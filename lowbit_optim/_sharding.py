@@ -11,7 +11,8 @@ whole state: then codes are those of a single process there, too.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -29,6 +30,7 @@ from lowbit_optim_kernels.weights import RESIDUAL_KEY, Weights
 
 NORMS = _shared.NORMS.key
 PLAIN = {Tensor, torch.nn.Parameter}
+KINDS = ("no state", "whole tensors", "shards")  # of a saved state
 Groups = tuple[tuple[Any, str], ...]  # process groups, each with the type of its devices
 
 
@@ -314,23 +316,55 @@ def _add_up(group: Any, device: str, found: list[tuple[Tensor, list[int]]]) -> N
             total[index] = piece
 
 
-def agree(error: Exception | None, params: Sequence[Any]) -> None:
-    """Raise on every rank if any of them has an error; nothing to ask without DTensors.
+@contextmanager
+def agreeing(params: Sequence[Any]) -> Iterator[dict[Any, Mapping[str, Any]]]:
+    """Raise on every rank if what is done inside raises on any; nothing to ask without DTensors.
+
+    Args:
+        params: all parameters, in an order that is the same on every rank.
+
+    Yields:
+        a dict for saved states by parameter: all ranks have to find one of the same kind, for
+        whole tensors are asked of all ranks and shards of none.
 
     Raises:
-        ValueError: this rank's error, or the first one's of the others.
+        Exception: this rank's error; a ValueError with the first one's of the others.
     """
-    meshes = {p.device_mesh for p in params if is_dtensor(p)}
-    for mesh in sorted(meshes, key=lambda mesh: str(mesh.mesh.tolist())):
+    saved: dict[Any, Mapping[str, Any]] = {}
+    try:
+        yield saved
+    except Exception as error:
+        _agree(error, params, {})
+        raise
+    _agree(None, params, saved)
+
+
+def _agree(
+    error: Exception | None, params: Sequence[Any], saved: Mapping[Any, Mapping[str, Any]]
+) -> None:
+    spread = [p for p in params if is_dtensor(p)]
+    for mesh in sorted({p.device_mesh for p in spread}, key=lambda mesh: str(mesh.mesh.tolist())):
+        of_mesh = [p for p in spread if p.device_mesh == mesh]
+        kinds = [1 + spread_alike(saved[p], p) if p in saved else 0 for p in of_mesh]
+        most = torch.tensor(
+            [error is not None, *kinds, *(-kind for kind in kinds)],
+            dtype=torch.int32, device=mesh.device_type,
+        )  # fmt: skip
         for i in range(mesh.ndim):
             group = mesh.get_group(i)
-            flag = torch.tensor([float(error is not None)], device=mesh.device_type)
-            dist.all_reduce(flag, op=dist.ReduceOp.MAX, group=group)
-            if not flag.item():
+            dist.all_reduce(most, op=dist.ReduceOp.MAX, group=group)
+            if not most[0].item():
                 continue
             texts: list[Any] = [None] * dist.get_world_size(group)
             dist.all_gather_object(texts, None if error is None else str(error), group=group)
             if error is None:
                 error = ValueError(next(text for text in texts if text is not None))
+        _, *extremes = most.tolist()
+        for p, high, low in zip(of_mesh, extremes, extremes[len(of_mesh) :], strict=False):
+            if error is None and high != -low:
+                error = ValueError(
+                    f"the ranks' state dicts differ: of a parameter of shape {tuple(p.shape)} some "
+                    f"have {' or '.join(KINDS[kind] for kind in (-low, high))}"
+                )
     if error is not None:
         raise error

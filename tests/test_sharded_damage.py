@@ -1,0 +1,166 @@
+"""Sharded checkpoints whose save was cut short, or that were damaged since: refused by all ranks.
+
+A process is killed in the middle of a save; the others get an error. Nothing that is loaded from
+what is left, or from a checkpoint that lacks something, gives a state: every rank gets the same
+error, and its parameters and its optimizer are as they were.
+"""
+
+import copy
+import os
+import shutil
+import signal
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+import torch.multiprocessing as mp
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+
+import sharded
+from protocol import identical
+
+pytestmark = pytest.mark.timeout(120)
+WORLD = 2
+DAMAGES = ("0.99", "0.5", "0", "no data", "no metadata", "short metadata")  # or what is left
+PATIENCE = 60  # seconds; ranks that take longer hang
+MOMENTS = {"data": 1, "metadata": 0}  # what is being written, and the rank that is killed then
+
+
+def die():
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+class KillsInData(dcp.DefaultSavePlanner):
+    """Ends its process at the twentieth tensor, when others lie in the file."""
+
+    left = 20
+
+    def resolve_data(self, write_item):
+        self.left -= 1
+        if not self.left:
+            die()
+        return super().resolve_data(write_item)
+
+
+class KillsInMetadata(dcp.FileSystemWriter):
+    """Ends its process when all has been written but the name of the metadata."""
+
+    def finish(self, metadata, results):
+        self.fs.rename = lambda path, new_path: die()
+        super().finish(metadata, results)
+
+
+def trained(world, steps, seed=0):
+    model, spread = sharded.sharded_holder(world, seed)
+    optimizer = sharded.build("AdamW8bit", list(model.parameters()))
+    sharded.train(optimizer, list(model.parameters()), range(steps), spread)
+    return model, optimizer
+
+
+def everything(model, optimizer):
+    return copy.deepcopy(sharded.everything(list(model.parameters()), optimizer))
+
+
+def save(model, optimizer, folder, **options):
+    weights, state = get_state_dict(model, optimizer)
+    dcp.save({"model": weights, "optim": state}, checkpoint_id=folder, **options)
+
+
+def killed(rank, world, folder, moment):
+    """A save that works, then one in which a rank dies."""
+    model, optimizer = trained(world, 2)
+    whole = f"{folder}/whole"
+    save(model, optimizer, whole)
+    saved = everything(model, optimizer)
+    if rank == 0:
+        torch.save(saved, f"{whole}.pt")
+    # Written over, and killed meanwhile, it might be a mixture that loads: the guide says this.
+    writer = dcp.FileSystemWriter(whole, overwrite=False)
+    with pytest.raises(dcp.api.CheckpointException, match="already exists"):
+        save(model, optimizer, None, storage_writer=writer)
+
+    cut, options = f"{folder}/cut", {}
+    if rank == MOMENTS[moment]:
+        options = {
+            "data": {"planner": KillsInData()},
+            "metadata": {"storage_writer": KillsInMetadata(cut)},
+        }[moment]
+    with pytest.raises(RuntimeError):  # the connection is closed
+        save(model, optimizer, cut, **options)
+    Path(folder, "survived").touch()
+    os._exit(0)
+
+
+def interrupted(folder, moment):
+    """Run `killed`; nobody is waited for longer than a group of processes waits for its members."""
+    folder.mkdir()
+    args = (WORLD, killed, f"file://{folder}/rendezvous", str(folder), moment)
+    processes = mp.spawn(sharded._enter, args, nprocs=WORLD, join=False).processes
+    for process in processes:
+        process.join(PATIENCE)
+    codes = [process.exitcode for process in processes]
+    for process in processes:
+        process.kill()
+    assert codes[MOMENTS[moment]] == -signal.SIGKILL
+    assert codes[1 - MOMENTS[moment]] == 0
+    assert (folder / "survived").exists()
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory):
+    return tmp_path_factory.mktemp("interrupted")
+
+
+def refused(rank, world, folder, damaged):
+    """What is damaged raises on this rank, as on the others; what is whole is loaded."""
+    model, optimizer = trained(world, 1, seed=1)
+    before = everything(model, optimizer)
+    for name in damaged:
+        weights, state = copy.deepcopy(get_state_dict(model, optimizer))
+        with pytest.raises(dcp.api.CheckpointException) as caught:
+            dcp.load({"model": weights, "optim": state}, checkpoint_id=f"{folder}/{name}")
+        said = [None] * world
+        dist.all_gather_object(said, str(caught.value))
+        assert said == [said[0]] * world, name
+        assert identical(everything(model, optimizer), before), name
+    weights, state = get_state_dict(model, optimizer)
+    dcp.load({"model": weights, "optim": state}, checkpoint_id=f"{folder}/data/whole")
+    set_state_dict(model, optimizer, model_state_dict=weights, optim_state_dict=state)
+    whole = torch.load(f"{folder}/data/whole.pt", weights_only=True)
+    assert identical(everything(model, optimizer), whole)
+
+
+def damage(whole, name):
+    """A copy of a checkpoint in which something is missing."""
+    folder = whole.parent / name
+    shutil.copytree(whole, folder)
+    files = sorted(folder.glob("*.distcp"), key=lambda path: path.stat().st_size)
+    if name == "short metadata":
+        os.truncate(folder / ".metadata", (folder / ".metadata").stat().st_size // 2)
+    elif name == "no metadata":
+        (folder / ".metadata").unlink()
+    elif name == "no data":
+        files[0].unlink()
+    else:
+        os.truncate(files[-1], int(files[-1].stat().st_size * float(name)))
+    return name
+
+
+@pytest.mark.parametrize("moment", MOMENTS)
+def test_the_others_get_an_error_when_a_rank_is_killed(moment, root):
+    interrupted(root / moment, moment)
+    written = {path.name: path.stat().st_size for path in (root / moment / "cut").iterdir()}
+    assert ".metadata" not in written
+    assert sum(written.values()) > 10_000
+
+
+def test_nothing_is_loaded_of_what_is_not_whole(root):
+    """Of what the test before has left, and of a checkpoint that lacks something."""
+    for moment in MOMENTS:
+        if not (root / moment).exists():
+            interrupted(root / moment, moment)
+    cut = [f"{moment}/cut" for moment in MOMENTS]
+    damaged = [f"data/{damage(root / 'data' / 'whole', name)}" for name in DAMAGES]
+    sharded.run(WORLD, refused, str(root), [*cut, *damaged])
