@@ -48,6 +48,7 @@ SQUARE_8, SQUARE_4 = f32(SQUARE_LEVELS[8]), f32(SQUARE_LEVELS[4])
 RATIO_8, RATIO_4 = f32(RATIO_LEVELS[8]), f32(RATIO_LEVELS[4])
 ZERO_8, ZERO_4 = f32(ZERO), f32(8)
 SOFT_LEVELS, SOFT_SUM = f32(127.0), f32(SOFT)
+SUMMED = 256  # elements whose terms of a sum are added up in fp32
 INTEGER = f32(1.5 * 2.0**23)  # and below 2**22 what is added to it comes out as an integer
 _LEAST, _LARGEST, _INFINITY, _NONE, _ONE = (
     f32(x) for x in (LEAST_SCALE, LARGEST, np.inf, 0.0, 1.0)

@@ -29,6 +29,7 @@ from .numba import (
     RATIO_8,
     SQUARE_4,
     SQUARE_8,
+    SUMMED,
     ZERO_4,
     ZERO_8,
     dithered_ratio_code,
@@ -52,9 +53,6 @@ from .numba import (
     square_scale,
     write_bf16,
 )
-
-SUMMED = 256  # elements whose terms are added up in fp32
-
 
 def read_block():
     for m in MOMENTS:
