@@ -33,6 +33,11 @@ def walk(engine, cls, dtype, **options):
             optimizer.step()
     return [p.detach().float() for p in params], optimizer
 
+def other_codes(cls, **options):
+    got, want = (walk(engine, cls, torch.float32, **options)[1].state for engine in ("numba", "torch"))
+    pairs = [(x, y) for s, t in zip(got.values(), want.values()) for x, y in zip(s.values(), t.values())]
+    return sum(int((x != y).sum()) for x, y in pairs if x.dtype == torch.uint8)
+
 def farthest(cls, dtype, **options):
     got, want = (walk(engine, cls, dtype, **options)[0] for engine in ("numba", "torch"))
     return max(float((a - b).abs().max() / b.abs().max()) for a, b in zip(got, want))
@@ -50,6 +55,23 @@ def test_steps_are_as_on_torch(cpu, tmp_path):
 for cls, options in ((lowbit_optim.AdamW8bit, {}), (lowbit_optim.LARS8bit, {"momentum": 0.9})):
     for dtype in (torch.float32, torch.bfloat16):
         assert farthest(cls, dtype, **options) < (1e-4 if dtype == torch.float32 else 8e-3)
+print("same")
+"""
+    assert run(cpu, script, tmp_path) == "same"
+
+
+def test_ratios_dither_and_master_weights_are_as_on_torch(cpu, tmp_path):
+    script = """
+cases = [
+    (lowbit_optim.AdamW8bit, {"state_format": "ratio8"}), (lowbit_optim.AdamW8bit, {}),
+    (lowbit_optim.AdamW4bit, {}), (lowbit_optim.SGD8bit, {"momentum": 0.999}),
+    (lowbit_optim.SGD8bit, {"momentum": 0.999, "state_format": "ratio8"}),
+]
+for cls, options in cases:
+    assert other_codes(cls, **options) < 8, (cls, options, other_codes(cls, **options))
+for bits in (16, 24, 32):
+    options = {"state_format": "ratio8", "master_weight_bits": bits}
+    assert farthest(lowbit_optim.AdamW8bit, torch.bfloat16, **options) < 8e-3
 print("same")
 """
     assert run(cpu, script, tmp_path) == "same"

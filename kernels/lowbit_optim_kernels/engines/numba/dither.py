@@ -60,11 +60,33 @@ def random_bits(typing, base, lane):
 
 
 @intrinsic
-def fractions(typing, base, lane):
-    """The same as numbers in [0, 1)."""
+def first_bits(typing, base):
+    """The bits of the first 16 lanes of a block."""
 
     def emit(context, b, signature_, args):
-        upper = b.sitofp(b.lshr(_bits(b, *args), fill(i32, 8)), vector(f32))
+        return b.bitcast(_bits(b, args[0], ir.Constant(i64, 0)), vector(f32))
+
+    return F(types.int64), emit
+
+
+@intrinsic
+def next_bits(typing, bits):
+    """The bits of the 16 lanes after those of `bits`."""
+
+    def emit(context, b, signature_, args):
+        step = fill(i32, LANES * SPACE % 2**32)
+        return b.bitcast(b.add(b.bitcast(args[0], vector(i32)), step), vector(f32))
+
+    return F(F), emit
+
+
+@intrinsic
+def fractions(typing, bits):
+    """Bits as numbers in [0, 1)."""
+
+    def emit(context, b, signature_, args):
+        upper = b.lshr(b.bitcast(args[0], vector(i32)), fill(i32, 8))
+        upper = b.sitofp(upper, vector(f32))
         return b.fmul(upper, fill(f32, 2.0**-24), flags=("contract",))
 
-    return F(types.int64, types.int64), emit
+    return F(F), emit

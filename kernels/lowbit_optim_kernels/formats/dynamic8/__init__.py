@@ -149,12 +149,13 @@ def encode(x: Tensor, absmax: Tensor, signed: bool, random: Tensor | None = None
 def _dithered(x: Tensor, f: Tensor, last: Tensor, signed: bool, random: Tensor) -> Tensor:
     """Codes of x by dither; f is where it is on the line of its piece, in steps of d.
 
-    Between two decades the values are 3 steps of the lower apart, or 3/5 of the upper.
+    Between two decades the values are 3 steps of the lower apart, or 3/5 of the upper. What is next
+    to zero, below every decade, is zero: it never has the other sign.
     """
     shift = 0 if signed else 1
     first = (last + shift + 1) / 2 - shift
     z = torch.minimum(f, (f + 2 * last) / 3)
-    z = torch.minimum(z, (5 * f - 2 * first) / 3)
+    z = torch.minimum(z, (5 * f - 2 * first) / 3).clamp_(min=0.0)
     if signed:
         code = torch.where(x < 0, -z, z).add_(random).floor_().add_(127).clamp_(0, TOP_CODE)
         return torch.where(x != 0, code, 127.0).to(torch.uint8)

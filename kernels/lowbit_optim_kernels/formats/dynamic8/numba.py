@@ -22,7 +22,7 @@ from numba import njit, types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-from ...engines.numba.dither import fractions
+from ...engines.numba.dither import fractions, next_bits
 from ...engines.numba.memory import load_f32, store_f32
 from ...engines.numba.vector import (
     F,
@@ -64,7 +64,7 @@ HAS_AVX2 = {"avx2", "fma"} <= _features
 HAS_VBMI = HAS_AVX512 and "avx512vbmi" in _features
 HAS_SSE41 = "sse4.1" in _features or "sse4.2" in _features or "avx" in _features
 
-MANTISSA, ONE, BELOW_TWO = 0x007FFFFF, 0x3F800000, 0x3FFFFFFF  # bit patterns of fp32
+MANTISSA, ONE, BELOW_TWO, TWO = 0x007FFFFF, 0x3F800000, 0x3FFFFFFF, 0x40000000  # bit patterns of fp32
 # What absmax is divided into, and between what that needs no care.
 ONE_DOWN, LEAST, MOST = np.float32(2.0**DOWN), np.float32(2.0**-28), np.float32(2.0**28)
 # One ulp of the smallest midpoint, about 2**-22, times 2**DOWN.
@@ -352,7 +352,8 @@ def _dithered(
         z = call(b, "llvm.copysign.v16f32", vector(f32), z, q)
     z = b.fadd(z, random, flags=("contract",))
     if not signed:  # in segment 1 and above, no code below that of the least positive number
-        least = b.select(b.fcmp_ordered("<", n, fill(f32, 2.0)), n, fill(f32, 2.0))
+        least = b.and_(b.bitcast(n, vector(i32)), fill(i32, TWO))  # 2, or 0 for zero's n of 1
+        least = b.bitcast(least, vector(f32))
         z = b.select(b.fcmp_ordered(">", z, least), z, least)
     if HAS_AVX512:
         return _floor(b, z) if signed else b.fptosi(z, vector(i32))
@@ -462,13 +463,17 @@ def _block_functions(
             d = place(load_f32(x + 4 * i + 192), inverse)
             put_64(a, b, c, d, codes + i)
 
-    def encode_dithered(x, inverse, codes, n, base):
-        """The same by dither; `base` is the block's `block_bits`."""
+    def encode_dithered(x, inverse, codes, n, bits):
+        """The same by dither; `bits` are those of the first lanes."""
         for i in range(0, n, 64):
-            a = dithered(load_f32(x + 4 * i), inverse, fractions(base, i))
-            b = dithered(load_f32(x + 4 * i + 64), inverse, fractions(base, i + 16))
-            c = dithered(load_f32(x + 4 * i + 128), inverse, fractions(base, i + 32))
-            d = dithered(load_f32(x + 4 * i + 192), inverse, fractions(base, i + 48))
+            a = dithered(load_f32(x + 4 * i), inverse, fractions(bits))
+            bits = next_bits(bits)
+            b = dithered(load_f32(x + 4 * i + 64), inverse, fractions(bits))
+            bits = next_bits(bits)
+            c = dithered(load_f32(x + 4 * i + 128), inverse, fractions(bits))
+            bits = next_bits(bits)
+            d = dithered(load_f32(x + 4 * i + 192), inverse, fractions(bits))
+            bits = next_bits(bits)
             put_64(a, b, c, d, codes + i)
 
     # Numba names machine code by the function's name and a counter of the process that compiled it.

@@ -11,7 +11,7 @@ from __future__ import annotations
 from numba import njit
 from numpy import float32 as f32
 
-from ...engines.numba.dither import block_bits, fractions
+from ...engines.numba.dither import block_bits, first_bits, fractions, next_bits
 from ...engines.numba.element import INFINITY, only_finite
 from ...engines.numba.memory import enter, leave, load_f32, read_f32, stack, store_f32, write_f32
 from ...engines.numba.vector import absolute as abs
@@ -75,7 +75,7 @@ def new_scales():
     for m, scales in zip(MOMENTS, BLOCK_PARTS):
         write_f32(at[scales] + start // (BLOCK // 4), largest[m])
         if m.stream:
-            base[m] = block_bits(key[m], step, number + start // BLOCK)
+            bits[m] = first_bits(block_bits(key[m], step, number + start // BLOCK))
 
 
 @njit(nogil=True, error_model="numpy", inline="never")
@@ -104,7 +104,7 @@ def update_block(*ARGUMENTS):
     for m in MOMENTS:
         inverse[m] = f32(0.0)
         if m.stream:
-            base[m] = 0
+            bits[m] = splat(f32(0.0))
     row = start = stop = 0
     for start in range(0, n, BLOCK):
         stop = min(n, start + BLOCK)
@@ -125,8 +125,9 @@ def update_block(*ARGUMENTS):
                             place[m, quarter] = (dither_s if m.signed else dither_u)(
                                 load_f32(past + ROW * m.row + 4 * (j - BLOCK)),
                                 inverse[m],
-                                fractions(base[m], j - start),
+                                fractions(bits[m]),
                             )
+                            bits[m] = next_bits(bits[m])
                         else:
                             place[m, quarter] = (place_s if m.signed else place_u)(
                                 load_f32(past + ROW * m.row + 4 * (j - BLOCK)), inverse[m]
@@ -139,7 +140,7 @@ def update_block(*ARGUMENTS):
     for m, codes in zip(MOMENTS, ELEMENT_PARTS):
         if m.stream:
             (encode_dithered_s if m.signed else encode_dithered_u)(
-                row + ROW * m.row + 4 * start, inverse[m], at[codes] + start, stop - start, base[m]
+                row + ROW * m.row + 4 * start, inverse[m], at[codes] + start, stop - start, bits[m]
             )
         else:
             (encode_s if m.signed else encode_u)(

@@ -10,7 +10,7 @@ from __future__ import annotations
 from numba import njit
 from numpy import float32 as f32
 
-from ...engines.numba.dither import block_bits, fractions
+from ...engines.numba.dither import block_bits, first_bits, fractions, next_bits
 from ...engines.numba.element import INFINITY, only_finite
 from ...engines.numba.memory import read_f32, write_f32
 from ...engines.numba.vector import (
@@ -29,18 +29,19 @@ from .numba import (
     RATIO_8,
     SQUARE_4,
     SQUARE_8,
+    SUMMED,
     ZERO_4,
     ZERO_8,
     dithered_ratio_code,
     dithered_soft_code,
     inverse_of_scale,
+    joined,
     load_codes,
     load_lower,
     load_upper,
     of_ratio,
     of_soft,
     put_codes,
-    put_halves,
     ratio_code,
     ratio_scale,
     ratio_to,
@@ -52,9 +53,6 @@ from .numba import (
     square_scale,
     write_bf16,
 )
-
-SUMMED = 256  # elements whose terms are added up in fp32
-
 
 def read_block():
     for m in MOMENTS:
@@ -121,63 +119,79 @@ def mend():
 def new_scales():
     for m in MOMENTS:
         if m.role == "square":
-            scale[m] = square_scale(largest[m], SQUARE_8 if BITS == 8 else SQUARE_4)
-            inverse[m] = inverse_of_scale(scale[m])
+            new_scale[m] = square_scale(largest[m], SQUARE_8 if BITS == 8 else SQUARE_4)
+            inverse[m] = inverse_of_scale(new_scale[m])
         elif m.role == "ratio":
-            scale[m] = ratio_scale(largest[m], RATIO_8 if BITS == 8 else RATIO_4)
-            inverse[m] = inverse_of_scale(scale[m])
+            new_scale[m] = ratio_scale(largest[m], RATIO_8 if BITS == 8 else RATIO_4)
+            inverse[m] = inverse_of_scale(new_scale[m])
         else:
-            scale[m] = soft_scale(largest[m])
+            new_scale[m] = soft_scale(largest[m])
         for x in BLOCK_PARTS:
             if x.key == m.key + "_scale" and m.role == "square":
-                write_f32(at[x] + start // (BLOCK // 4), scale[m])
+                write_f32(at[x] + start // (BLOCK // 4), new_scale[m])
             elif x.key == m.key + "_scale":
-                write_bf16(at[x] + start // (BLOCK // 2), scale[m])
+                write_bf16(at[x] + start // (BLOCK // 2), new_scale[m])
         if m.stream:
-            base[m] = block_bits(key[m], step, number + start // BLOCK)
+            bits[m] = first_bits(block_bits(key[m], step, number + start // BLOCK))
 
 
 def encode():
-    """Codes of the block's vector `quarter`."""
+    """Codes of the vector `quarter` of the block before."""
     for m in MOMENTS:
         if m.stream:
-            random[m] = fractions(base[m], 16 * quarter)
+            random[m] = fractions(bits[m])
+            bits[m] = next_bits(bits[m])
         if m.role == "square":
-            code[m] = square_code(
-                coded[m, quarter],
+            new_code[m, quarter] = square_code(
+                past[m, quarter],
                 inverse[m],
                 random[m] if m.stream else splat(f32(0.5)),
                 SQUARE_8 if BITS == 8 else SQUARE_4,
             )
         elif m.role == "ratio" and m.stream:
-            code[m] = dithered_ratio_code(
-                coded[m, quarter],
+            new_code[m, quarter] = dithered_ratio_code(
+                past[m, quarter],
                 inverse[m],
                 ZERO_8 if BITS == 8 else ZERO_4,
                 random[m],
                 RATIO_8 if BITS == 8 else RATIO_4,
             )
         elif m.role == "ratio":
-            code[m] = ratio_code(coded[m, quarter], inverse[m], ZERO_8 if BITS == 8 else ZERO_4)
+            new_code[m, quarter] = ratio_code(
+                past[m, quarter], inverse[m], ZERO_8 if BITS == 8 else ZERO_4
+            )
         elif m.stream:
-            code[m] = dithered_soft_code(coded[m, quarter], scale[m], random[m])
+            new_code[m, quarter] = dithered_soft_code(past[m, quarter], new_scale[m], random[m])
         else:
-            code[m] = soft_code(coded[m, quarter], scale[m])
+            new_code[m, quarter] = soft_code(past[m, quarter], new_scale[m])
 
 
 def store_codes():
+    """Those of the block before."""
     if BITS == 4:
-        for x in ELEMENT_PARTS:
-            for m in MOMENTS:
-                if m.role == "ratio":
-                    put_halves(at[x] + j, code[m], code[m.partner])
+        for m in MOMENTS:
+            if m.role == "ratio":
+                for quarter in (0, 1, 2, 3):
+                    new_code[m, quarter] = joined(
+                        new_code[m, quarter], new_code[m.partner, quarter]
+                    )
+                for x in ELEMENT_PARTS:
+                    put_codes(past_at[x], *(new_code[m, quarter] for quarter in (0, 1, 2, 3)))
     else:
         for m, x in zip(MOMENTS, ELEMENT_PARTS):
-            put_codes(at[x] + j, code[m])
+            put_codes(past_at[x], *(new_code[m, quarter] for quarter in (0, 1, 2, 3)))
 
 
 @njit(nogil=True, error_model="numpy", inline="always")
 def update_block(*ARGUMENTS):
+    for x in ELEMENT_PARTS:
+        past_at[x] = scratch  # before the first block there is none
+    for m in MOMENTS:
+        new_scale[m] = inverse[m] = f32(0.0)
+        if m.stream:
+            bits[m] = splat(f32(0.0))
+        for quarter in (0, 1, 2, 3):
+            past[m, quarter] = splat(f32(0.0))
     for start in range(0, n, BLOCK):
         read_block()
         for m in MOMENTS:
@@ -185,14 +199,20 @@ def update_block(*ARGUMENTS):
         for quarter in (0, 1, 2, 3):
             j = start + 16 * quarter
             update_elements()
+            encode()
+        store_codes()
         largest[MOMENTS] = tuple(highest(top[m]) for m in MOMENTS)
         if not all(largest[m] < INFINITY for m in MOMENTS):
             mend()
         new_scales()
-        for quarter in (0, 1, 2, 3):
-            j = start + 16 * quarter
-            encode()
-            store_codes()
+        for x in ELEMENT_PARTS:
+            past_at[x] = at[x] + start
+        for m in MOMENTS:
+            for quarter in (0, 1, 2, 3):
+                past[m, quarter] = coded[m, quarter]
+    for quarter in (0, 1, 2, 3):
+        encode()
+    store_codes()
 
 
 @njit(nogil=True, error_model="numpy", inline="always")
