@@ -11,9 +11,14 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from ...rules import HISTORY
+from ...rules import HISTORY, RATIO, SIGN, SQUARE
+from ...rules import SIGNED as SIGNED_ROLE
 
 HISTORY = tl.constexpr(HISTORY)
+# What a format's functions are told of each moment: whether it has a sign, its role, where among
+# the moments the square is that a ratio is divided by, and whether it is dithered (0 if not).
+SIGNED, ROLE, PARTNER, STREAM = (tl.constexpr(i) for i in range(4))
+ROLES = (SIGNED_ROLE, SIGN, SQUARE, RATIO)  # a role is its number here
 
 
 @triton.jit

@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ...engines.triton.primitives import narrow, ptx_reciprocal, widen
+from ...engines.triton.primitives import SIGNED, narrow, ptx_reciprocal, widen
 from .. import Unit
 from ..layout import Layout
 from . import DYNAMIC8, triton_tables
@@ -150,22 +150,23 @@ SEPARATE = True
 
 
 @triton.jit
-def decode(codes, scales, tables, SIGNED: tl.constexpr, PTX: tl.constexpr):
+def decode(codes, scales, tables, MOMENTS: tl.constexpr, PTX: tl.constexpr):
     """The tile of the moment, fp32."""
     scale = scales[0][:, None]
-    return (decode_codes(codes[0], tables, SIGNED[0]) * scale,)
+    return (decode_codes(codes[0], tables, MOMENTS[0][SIGNED]) * scale,)
 
 
 @triton.jit
-def scales(moments, SIGNED: tl.constexpr):
+def scales(moments, MOMENTS: tl.constexpr, PTX: tl.constexpr):
     """The scales of a finite moment, one a block."""
-    return (absmax(moments[0], SIGNED[0]),)
+    return (absmax(moments[0], MOMENTS[0][SIGNED]),)
 
 
 @triton.jit
-def encode(moments, scales, tables, K: tl.constexpr, SIGNED: tl.constexpr, PTX: tl.constexpr):
+def encode(moments, scales, random, tables, K: tl.constexpr, MOMENTS: tl.constexpr,
+           PTX: tl.constexpr):  # fmt: skip
     """The codes of the moment."""
-    return encode_codes(moments[0], scales[0], tables, SIGNED[0], PTX)
+    return encode_codes(moments[0], scales[0], tables, MOMENTS[0][SIGNED], PTX)
 
 
 def table(ptx: bool, device: torch.device) -> Tensor:
