@@ -8,8 +8,9 @@ import triton.language as tl
 from .primitives import STREAM, abs, finite
 from .tiles import load, moment_bits, operand, pointer, store
 
-# Of a kind.
-P_TYPE, G_TYPE, FORMAT, WHOLE, ALIGN, PIECE, WEIGHTS, FAR = (tl.constexpr(i) for i in range(8))
+# Of a kind, and of its weights.
+P_TYPE, G_TYPE, FORMAT, WHOLE, ALIGN, PIECE, FAR = (tl.constexpr(i) for i in range(7))
+SPLIT, EXTRA, DITHERED, LOW_TYPE = (tl.constexpr(i) for i in range(7, 11))
 BLOCK, UNITS, ORDER, INEXACT = (tl.constexpr(i) for i in range(4))  # of a format
 # Of a unit, of each of its tensors, and of its format's functions.
 CODEC, MOMENTS, EXACT, INDEX, ELEMENTS, PER_BLOCK, TABLE = (tl.constexpr(i) for i in range(7))

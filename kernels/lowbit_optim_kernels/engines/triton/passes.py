@@ -38,14 +38,17 @@ from . import plan
 from .moments import (
     ALIGN,
     BLOCK,
+    DITHERED,
+    EXTRA,
     FAR,
     FORMAT,
     G_TYPE,
+    LOW_TYPE,
     ORDER,
     P_TYPE,
     PIECE,
+    SPLIT,
     UNITS,
-    WEIGHTS,
     WHOLE,
     pick,
     read_unit,
@@ -62,7 +65,6 @@ P, G, RESIDUAL = tl.constexpr(P), tl.constexpr(G), tl.constexpr(RESIDUAL)  # col
 STRIDE, WIDTH, SCALARS, LOADS, CALLS, PTX, RANDOM = (tl.constexpr(i) for i in range(7))
 FUNCTION, READS, GIVES, CLEAN = (tl.constexpr(i) for i in range(4))
 U, SHRINK, RATE, NEW = (tl.constexpr(i) for i in range(4))  # of what the update writes
-SPLIT, EXTRA, DITHERED, LOW_TYPE = (tl.constexpr(i) for i in range(4))  # of a kind's WEIGHTS
 
 
 @triton.jit
@@ -124,12 +126,12 @@ def read(
     if RULE[LOADS][0]:
         p_at = operand(row_at, base, at, P, KINDS[KIND][P_TYPE], KINDS[KIND][ALIGN])
         p = load(p_at, mask, 0, KINDS[KIND][WHOLE])
-        if KINDS[KIND][WEIGHTS][EXTRA] > 0:
+        if KINDS[KIND][EXTRA] > 0:
             low_at = operand(
-                row_at, base, at, RESIDUAL, KINDS[KIND][WEIGHTS][LOW_TYPE], KINDS[KIND][ALIGN]
+                row_at, base, at, RESIDUAL, KINDS[KIND][LOW_TYPE], KINDS[KIND][ALIGN]
             )
             low = load(low_at, mask, 0, KINDS[KIND][WHOLE])
-        p = stored_weights.read(p, low, KINDS[KIND][WEIGHTS][EXTRA], RULE[PTX])
+        p = stored_weights.read(p, low, KINDS[KIND][EXTRA], RULE[PTX])
     if RULE[LOADS][1]:
         g_at = operand(row_at, base, at, G, KINDS[KIND][G_TYPE], KINDS[KIND][ALIGN])
         g = widen(load(g_at, mask, 0, KINDS[KIND][WHOLE]), RULE[PTX])
@@ -165,18 +167,18 @@ def update_blocks(
     values = chain(values, RULE[CALLS])
     new = values[WRITES[SHRINK]] * p - values[WRITES[RATE]] * values[WRITES[U]]
     bits = new
-    if KINDS[KIND][WEIGHTS][DITHERED]:  # the first stream is theirs
+    if KINDS[KIND][DITHERED]:  # the first stream is theirs
         bits = weight_bits(
             of_streams, t, piece, geometry, work, FORMAT[BLOCK], KINDS[KIND][WHOLE], NB,
             KINDS[KIND][FAR],
         )  # fmt: skip
     high, low = stored_weights.write(
-        new, bits, TYPES[KINDS[KIND][P_TYPE]], KINDS[KIND][WEIGHTS][SPLIT],
-        KINDS[KIND][WEIGHTS][EXTRA], KINDS[KIND][WEIGHTS][DITHERED],
+        new, bits, TYPES[KINDS[KIND][P_TYPE]], KINDS[KIND][SPLIT],
+        KINDS[KIND][EXTRA], KINDS[KIND][DITHERED],
     )  # fmt: skip
     store(addresses[0], high, mask, KINDS[KIND][WHOLE])
-    if KINDS[KIND][WEIGHTS][EXTRA] > 0:
-        low = low.to(TYPES[KINDS[KIND][WEIGHTS][LOW_TYPE]])
+    if KINDS[KIND][EXTRA] > 0:
+        low = low.to(TYPES[KINDS[KIND][LOW_TYPE]])
         store(addresses[1], low, mask, KINDS[KIND][WHOLE])
     write_moments(
         pick(values, WRITES[NEW]), addresses[2], addresses[3], tables, inside, mask, of_streams, t,

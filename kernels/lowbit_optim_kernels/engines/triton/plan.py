@@ -333,7 +333,7 @@ def constants(kinds: tuple[Kind, ...]) -> dict[str, Any]:
         "KINDS": tuple(
             (
                 number_of(kind.p), number_of(kind.g), number[kind.format], kind.whole, kind.align,
-                piece, _of_weights(kind.weights), kind.far,
+                piece, kind.far, *_of_weights(kind.weights),
             )
             for kind, piece in zip(kinds, pieces(kinds), strict=True)
         )
