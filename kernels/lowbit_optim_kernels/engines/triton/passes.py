@@ -174,7 +174,7 @@ def update_blocks(
         )  # fmt: skip
     high, low = stored_weights.write(
         new, bits, TYPES[KINDS[KIND][P_TYPE]], KINDS[KIND][SPLIT],
-        KINDS[KIND][EXTRA], KINDS[KIND][DITHERED],
+        KINDS[KIND][EXTRA], KINDS[KIND][DITHERED], RULE[PTX],
     )  # fmt: skip
     store(addresses[0], high, mask, KINDS[KIND][WHOLE])
     if KINDS[KIND][EXTRA] > 0:
