@@ -32,6 +32,32 @@ INTEGER = tl.constexpr(2.0**23)  # what is added to an integer has it in its low
 
 
 @triton.jit
+def number_of(code, LESS: tl.constexpr, PTX: tl.constexpr):
+    """A code of 8 bits, less an integer, in fp32."""
+    if PTX:  # a byte in a pattern of 2**23 is that number and the byte: no conversion
+        x = tl.inline_asm_elementwise(
+            "{ .reg .b32 m; mov.b32 m, 0x4B000000; prmt.b32 $0, $4, m, 0x7440;"
+            " prmt.b32 $1, $4, m, 0x7441; prmt.b32 $2, $4, m, 0x7442; prmt.b32 $3, $4, m, 0x7443; }",
+            "=f,=f,=f,=f,r", [code], dtype=tl.float32, is_pure=True, pack=4,
+        )  # fmt: skip
+        return x - (INTEGER + LESS)
+    else:  # noqa: RET505 (Triton takes a second return only in the other branch)
+        return code.to(tl.float32) - LESS
+
+
+@triton.jit
+def positive(x, PTX: tl.constexpr):
+    """1 where x > 0, else 0."""
+    if PTX:
+        return tl.inline_asm_elementwise(
+            "set.gt.f32.f32 $0, $1, 0f00000000;", "=f,f", [x], dtype=tl.float32, is_pure=True,
+            pack=1,
+        )  # fmt: skip
+    else:  # noqa: RET505
+        return tl.where(x > 0.0, 1.0, 0.0)
+
+
+@triton.jit
 def root_and_inverse(v, PTX: tl.constexpr):
     """s = sqrt(v), and 1 / s, finite where s is 0."""
     if PTX:
@@ -50,7 +76,7 @@ def ratio_of(m, v, PTX: tl.constexpr):
     """m / sqrt(v), 0 where v is."""
     root, inverse = root_and_inverse(v, PTX)
     if PTX:
-        return tl.where(v > 0.0, m * inverse, 0.0)
+        return (m * inverse) * positive(v, True)
     else:  # noqa: RET505
         return tl.where(v > 0.0, m / tl.where(v > 0.0, root, 1.0), 0.0)
 
@@ -90,9 +116,8 @@ def square_code(v, scale, bits, LEVELS: tl.constexpr, DITHERED: tl.constexpr, PT
     root, _inverse = root_and_inverse(v, PTX)
     y = root * inverse_of(scale, PTX)
     y = ptx_sqrt(y) if PTX else tl.sqrt_rn(y)
-    code = rounded(y, bits, 0.0, DITHERED, PTX)
-    least = tl.where(v > 0.0, INTEGER + 1.0, INTEGER)
-    return tl.minimum(tl.maximum(code, least), INTEGER + LEVELS)
+    code = rounded(tl.maximum(y, positive(v, PTX)), bits, 0.0, DITHERED, PTX)
+    return tl.minimum(code, INTEGER + LEVELS)
 
 
 @triton.jit
@@ -142,9 +167,9 @@ def soft_code(m, scale, bits, DITHERED: tl.constexpr, PTX: tl.constexpr):
 
 
 @triton.jit
-def root_of(code, scale):
+def root_of(code, scale, PTX: tl.constexpr):
     """The root of a square."""
-    c = code.to(tl.float32)
+    c = number_of(code, 0.0, PTX)
     return (c * c) * scale[:, None]
 
 
@@ -153,12 +178,12 @@ def decode(codes, scales, tables, MOMENTS: tl.constexpr, PTX: tl.constexpr):
     moments = ()
     for k in tl.static_range(len(MOMENTS)):
         if MOMENTS[k][ROLE] == IS_SQUARE:
-            root = root_of(codes[k], scales[k])
+            root = root_of(codes[k], scales[k], PTX)
             moments = moments + (root * root,)  # noqa: RUF005 (Triton takes no `(*moments, x)`)
         else:
-            c, a = codes[k].to(tl.float32) - ZERO, scales[k].to(tl.float32)[:, None]
+            c, a = number_of(codes[k], ZERO, PTX), scales[k].to(tl.float32)[:, None]
             if MOMENTS[k][ROLE] == IS_RATIO:
-                root = root_of(codes[MOMENTS[k][PARTNER]], scales[MOMENTS[k][PARTNER]])
+                root = root_of(codes[MOMENTS[k][PARTNER]], scales[MOMENTS[k][PARTNER]], PTX)
                 moments = moments + ((c * a) * root,)  # noqa: RUF005
             elif PTX:
                 moments = moments + ((c * a) * ptx_reciprocal(SOFT - tl.abs(c)),)  # noqa: RUF005

@@ -10,6 +10,7 @@ from ...engines.triton.primitives import ROLE, STREAM
 from . import RATIO_LEVELS, SQUARE_LEVELS
 from .triton import (
     IS_RATIO,
+    number_of,
     ratio_code,
     ratio_of,
     ratio_scale,
@@ -25,8 +26,8 @@ ZERO = tl.constexpr(8.0)
 
 @triton.jit
 def decode(codes, scales, tables, MOMENTS: tl.constexpr, PTX: tl.constexpr):
-    root = root_of(codes[0] >> 4, scales[1])
-    m = ((codes[0] & 15).to(tl.float32) - ZERO) * scales[0].to(tl.float32)[:, None] * root
+    root = root_of(codes[0] >> 4, scales[1], PTX)
+    m = number_of(codes[0] & 15, ZERO, PTX) * scales[0].to(tl.float32)[:, None] * root
     if MOMENTS[0][ROLE] == IS_RATIO:
         return m, root * root
     else:  # noqa: RET505 (Triton takes a second return only in the other branch)
