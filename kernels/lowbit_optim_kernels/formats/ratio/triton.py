@@ -134,7 +134,6 @@ def ratio_code(ratio, scale, bits, LEVELS: tl.constexpr, ZERO: tl.constexpr,
     y = ratio * inverse_of(scale, PTX)
     if DITHERED:
         code = rounded(y, bits, ZERO, True, PTX)
-        code = tl.where(ratio != 0.0, code, INTEGER + ZERO)
         return tl.minimum(tl.maximum(code, INTEGER + (ZERO - LEVELS)), INTEGER + (ZERO + LEVELS))
     else:  # noqa: RET505
         # To nearest even, as it is added. At most LEVELS and a quarter: bf16 has 8 bits.

@@ -25,9 +25,32 @@ ZERO = tl.constexpr(8.0)
 
 
 @triton.jit
+def lower(code, PTX: tl.constexpr):
+    """The lower halves of bytes."""
+    if PTX:  # of four at once
+        return tl.inline_asm_elementwise(
+            "and.b32 $0, $1, 0x0f0f0f0f;", "=r,r", [code], dtype=tl.uint8, is_pure=True, pack=4
+        )
+    else:  # noqa: RET505 (Triton takes a second return only in the other branch)
+        return code & 15
+
+
+@triton.jit
+def upper(code, PTX: tl.constexpr):
+    """The upper halves of bytes."""
+    if PTX:
+        return tl.inline_asm_elementwise(
+            "{ .reg .b32 h; shr.u32 h, $1, 4; and.b32 $0, h, 0x0f0f0f0f; }",
+            "=r,r", [code], dtype=tl.uint8, is_pure=True, pack=4,
+        )  # fmt: skip
+    else:  # noqa: RET505
+        return code >> 4
+
+
+@triton.jit
 def decode(codes, scales, tables, MOMENTS: tl.constexpr, PTX: tl.constexpr):
-    root = root_of(codes[0] >> 4, scales[1], PTX)
-    m = number_of(codes[0] & 15, ZERO, PTX) * scales[0].to(tl.float32)[:, None] * root
+    root = root_of(upper(codes[0], PTX), scales[1], PTX)
+    m = number_of(lower(codes[0], PTX), ZERO, PTX) * scales[0].to(tl.float32)[:, None] * root
     if MOMENTS[0][ROLE] == IS_RATIO:
         return m, root * root
     else:  # noqa: RET505 (Triton takes a second return only in the other branch)
