@@ -111,6 +111,18 @@ def sign(x):
 
 
 @triton.jit
+def positive(x, PTX: tl.constexpr):
+    """1 where x > 0, else 0."""
+    if PTX:
+        return tl.inline_asm_elementwise(
+            "set.gt.f32.f32 $0, $1, 0f00000000;", "=f,f", [x], dtype=tl.float32, is_pure=True,
+            pack=1,
+        )  # fmt: skip
+    else:  # noqa: RET505 (Triton takes a second return only in the other branch)
+        return tl.where(x > 0.0, 1.0, 0.0)
+
+
+@triton.jit
 def log(x):
     return tl.log(x)
 

@@ -10,6 +10,15 @@ holds three midpoints that are not in line. Where the edges of the cells fall am
 free: that is BETA, 1 <= BETA < 2, found by search. 4 cells per octave are enough for the signed map
 and 16 for the unsigned one. Nothing is approximated: each line is fitted to the midpoints of the
 fp32 codebook itself, and misses none by more than 1e-5 of a code.
+
+A code that is rounded by dither needs z between the midpoints, too. From the last value of a decade
+to the first of the next it rises by one code in what are 3 steps of the lower decade, or 3/5 of the
+upper. So with g the steps beyond the last value of the decade that is nearest, z is
+
+    z = last + min(g, g / 3, (g + 2) / 5)            g = slope * y + start
+
+with y = magnitude / absmax, scaled so that it is 1 where 1.0 becomes the nearest value. At most one
+end of a decade lies in an octave: 32 cells are enough, which shared memory serves at once.
 """
 
 from __future__ import annotations
@@ -20,7 +29,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from . import create_dynamic_map
+from . import TOP_CODE, create_dynamic_map, pieces
 
 BETA_SIGNED, BETA_UNSIGNED = 1.27685546875, 1.2626953125
 SCALE_SIGNED = BETA_SIGNED * 2.0**14  # y stays inside fp16, and what is under 2**-14 is code 127
@@ -28,6 +37,7 @@ SCALE_UNSIGNED = BETA_UNSIGNED
 SHIFT = 2.0**-31  # added to the unsigned y: keeps its exponent in 96..127 without a maximum
 OFFSET_SIGNED, OFFSET_UNSIGNED = 127, 128
 CELLS_SIGNED, CELLS_UNSIGNED = 256, 512
+OCTAVES = 32  # cells of dithered codes
 
 Line = tuple[float, float]
 Midpoints = tuple[np.ndarray, np.ndarray, int]
@@ -115,9 +125,44 @@ def lines(signed: bool, up: bool = False) -> np.ndarray:
     return table.astype(np.float32)
 
 
+def dither_scale(signed: bool) -> float:
+    """y of a magnitude of absmax."""
+    return 1.0 / pieces(signed).threshold[-1]
+
+
+@cache
+def octaves(signed: bool) -> tuple[np.ndarray, np.ndarray]:
+    """fp32 (32, 2), slope and start of every octave of y + SHIFT, and fp32 (32,), its `last`.
+
+    An unsigned number below the first value may have any z up to 1; a signed one is between zero
+    and that.
+    """
+    table, shift, scale = pieces(signed), 0 if signed else 1, dither_scale(signed)
+    slope, offset, last = (np.array(x[1:8]) for x in (table.inverse_slope, table.offset, table.last))
+    begins = ((last + shift + 1) / 2 - shift - offset) / slope * scale  # of decades, in y
+    rows = []
+    for low in 2.0 ** np.arange(-31, 0):
+        high = 2 * low
+        if signed and high <= begins[0]:
+            rows.append((3.0 / begins[0], 0.0, 0.0))
+            continue
+        e = next(e for e in range(7) if e == 6 or begins[e + 1] > low - SHIFT)
+        rows.append((slope[e] / scale, offset[e] - last[e], last[e]))
+    rows.append((0.0, 0.0, TOP_CODE - 127 if signed else TOP_CODE))
+    made = np.array(rows)
+    made[:, 0] = made[:, 0].astype(np.float32)
+    made[:, 1] -= made[:, 0] * SHIFT
+    made = made.astype(np.float32)
+    return made[:, :2], made[:, 2]
+
+
 @cache
 def packed(up: bool, device: torch.device) -> Tensor:
-    """Both codebooks, then the lines of both maps: fp32 (2048,), the kernels' one table."""
+    """The kernels' one table, fp32 (2240,): of both maps codebooks, lines, octaves, their `last`."""
     books = [create_dynamic_map(signed).numpy() for signed in (True, False)]
-    table = np.concatenate([*books, lines(True).ravel(), lines(False, up).ravel()])
+    (cells, last), (unsigned_cells, unsigned_last) = octaves(True), octaves(False)
+    table = np.concatenate([
+        *books, lines(True).ravel(), lines(False, up).ravel(), cells.ravel(),
+        unsigned_cells.ravel(), last, unsigned_last,
+    ])  # fmt: skip
     return torch.from_numpy(table).to(device)

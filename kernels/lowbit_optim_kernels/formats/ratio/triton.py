@@ -16,6 +16,7 @@ from ...engines.triton.primitives import (
     ROLES,
     STREAM,
     narrow,
+    positive,
     ptx_reciprocal,
     ptx_sqrt,
 )
@@ -43,18 +44,6 @@ def number_of(code, LESS: tl.constexpr, PTX: tl.constexpr):
         return x - (INTEGER + LESS)
     else:  # noqa: RET505 (Triton takes a second return only in the other branch)
         return code.to(tl.float32) - LESS
-
-
-@triton.jit
-def positive(x, PTX: tl.constexpr):
-    """1 where x > 0, else 0."""
-    if PTX:
-        return tl.inline_asm_elementwise(
-            "set.gt.f32.f32 $0, $1, 0f00000000;", "=f,f", [x], dtype=tl.float32, is_pure=True,
-            pack=1,
-        )  # fmt: skip
-    else:  # noqa: RET505
-        return tl.where(x > 0.0, 1.0, 0.0)
 
 
 @triton.jit
