@@ -39,6 +39,7 @@ SHIFT = tl.constexpr(triton_tables.SHIFT)
 OCTAVES = tl.constexpr(triton_tables.OCTAVES)
 DITHER_SIGNED = tl.constexpr(triton_tables.dither_scale(True))
 DITHER_UNSIGNED = tl.constexpr(triton_tables.dither_scale(False))
+LAST_FACTOR, LAST_CONSTANT = (tl.constexpr(x) for x in triton_tables.LAST)
 # Where octaves begin, counted in lines, and their `last`, in numbers.
 FIRST_OCTAVE = tl.constexpr(256 + triton_tables.CELLS_SIGNED + triton_tables.CELLS_UNSIGNED)
 FIRST_LAST = tl.constexpr(2 * (FIRST_OCTAVE.value + 2 * triton_tables.OCTAVES))
@@ -156,11 +157,14 @@ def _place(x, top, tables, SIGNED: tl.constexpr, PTX: tl.constexpr):
         scale = _inverse(tl.maximum(top, FLOOR_SIGNED), PTX) * DITHER_SIGNED
     else:
         scale = _inverse(tl.maximum(top, FLOOR_UNSIGNED), PTX) * DITHER_UNSIGNED
-    y = tl.abs(x) * scale[:, None] + SHIFT
-    cell = ((y.to(tl.uint32, bitcast=True) >> 23) & 31).to(tl.int32)
-    FIRST: tl.constexpr = 0 if SIGNED else OCTAVES
-    slope, start = _slope_and_start(_look_up(_lines(tables, FIRST_OCTAVE + FIRST, OCTAVES), cell))
-    last = _look_up(tl.load(tables + (FIRST_LAST + FIRST) + tl.arange(0, OCTAVES)), cell)
+    y = tl.abs(x) * scale[:, None]
+    cell = (y.to(tl.uint32, bitcast=True) >> 23).to(tl.int32)
+    FIRST: tl.constexpr = FIRST_OCTAVE + (0 if SIGNED else OCTAVES)
+    slope, start = _slope_and_start(_look_up(_lines(tables, FIRST, OCTAVES), cell))
+    if SIGNED:
+        last = _look_up(tl.load(tables + FIRST_LAST + tl.arange(0, OCTAVES)), cell)
+    else:
+        last = tl.fma(start, LAST_FACTOR, LAST_CONSTANT)
     g = tl.fma(y, slope, start)
     return last + tl.minimum(tl.minimum(g, g * (1.0 / 3.0)), g * 0.2 + 0.4)
 

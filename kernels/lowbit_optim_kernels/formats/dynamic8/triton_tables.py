@@ -18,7 +18,8 @@ upper. So with g the steps beyond the last value of the decade that is nearest, 
     z = last + min(g, g / 3, (g + 2) / 5)            g = slope * y + start
 
 with y = magnitude / absmax, scaled so that it is 1 where 1.0 becomes the nearest value. At most one
-end of a decade lies in an octave: 32 cells are enough, which shared memory serves at once.
+end of a decade lies in an octave: 32 cells are enough, which shared memory serves at once. They
+are looked up by y's exponent. Of the unsigned map last is a linear function of start.
 """
 
 from __future__ import annotations
@@ -37,7 +38,8 @@ SCALE_UNSIGNED = BETA_UNSIGNED
 SHIFT = 2.0**-31  # added to the unsigned y: keeps its exponent in 96..127 without a maximum
 OFFSET_SIGNED, OFFSET_UNSIGNED = 127, 128
 CELLS_SIGNED, CELLS_UNSIGNED = 256, 512
-OCTAVES = 32  # cells of dithered codes
+OCTAVES = 128  # exponents that y has: y < 2
+LAST = -1.8, -1.1  # of the unsigned map: last = LAST[0] * start + LAST[1]
 
 Line = tuple[float, float]
 Midpoints = tuple[np.ndarray, np.ndarray, int]
@@ -130,9 +132,18 @@ def dither_scale(signed: bool) -> float:
     return 1.0 / pieces(signed).threshold[-1]
 
 
+def _start_of_top() -> float:
+    """The start < 0, of slope 0, at which an unsigned z is TOP_CODE."""
+    factor, constant = np.float32(LAST).astype(np.float64)
+    nearby = np.float32((TOP_CODE - constant) / (1 + factor)).view(np.int32) + np.arange(-64, 64)
+    starts = nearby.astype(np.int32).view(np.float32)
+    last = (factor * starts.astype(np.float64) + constant).astype(np.float32)
+    return float(starts[np.nonzero(last + starts == TOP_CODE)[0][0]])
+
+
 @cache
 def octaves(signed: bool) -> tuple[np.ndarray, np.ndarray]:
-    """fp32 (32, 2), slope and start of every octave of y + SHIFT, and fp32 (32,), its `last`.
+    """fp32 (128, 2), slope and start of every octave of y, and fp32 (128,), its `last`.
 
     An unsigned number below the first value may have any z up to 1; a signed one is between zero
     and that.
@@ -141,28 +152,29 @@ def octaves(signed: bool) -> tuple[np.ndarray, np.ndarray]:
     slope, offset, last = (np.array(x[1:8]) for x in (table.inverse_slope, table.offset, table.last))
     begins = ((last + shift + 1) / 2 - shift - offset) / slope * scale  # of decades, in y
     rows = []
-    for low in 2.0 ** np.arange(-31, 0):
+    for low in 2.0 ** np.arange(1 - OCTAVES, 0):
         high = 2 * low
         if signed and high <= begins[0]:
             rows.append((3.0 / begins[0], 0.0, 0.0))
             continue
-        e = next(e for e in range(7) if e == 6 or begins[e + 1] > low - SHIFT)
+        e = next(e for e in range(7) if e == 6 or begins[e + 1] > low)
         rows.append((slope[e] / scale, offset[e] - last[e], last[e]))
-    rows.append((0.0, 0.0, TOP_CODE - 127 if signed else TOP_CODE))
-    made = np.array(rows)
-    made[:, 0] = made[:, 0].astype(np.float32)
-    made[:, 1] -= made[:, 0] * SHIFT
-    made = made.astype(np.float32)
+    # 1.0: of the unsigned map start + last is 255 exactly.
+    rows.append((0.0, 0.0, TOP_CODE - 127) if signed else (0.0, _start_of_top(), TOP_CODE))
+    made = np.array(rows).astype(np.float32)
     return made[:, :2], made[:, 2]
 
 
 @cache
 def packed(up: bool, device: torch.device) -> Tensor:
-    """The kernels' one table, fp32 (2240,): of both maps codebooks, lines, octaves, their `last`."""
+    """The kernels' one table: both codebooks, the lines of both maps, and what dither needs.
+
+    fp32 (2688,), the last of which are octaves, signed and unsigned, and `last` of the signed.
+    """
     books = [create_dynamic_map(signed).numpy() for signed in (True, False)]
-    (cells, last), (unsigned_cells, unsigned_last) = octaves(True), octaves(False)
+    (cells, last), (unsigned_cells, _) = octaves(True), octaves(False)
     table = np.concatenate([
         *books, lines(True).ravel(), lines(False, up).ravel(), cells.ravel(),
-        unsigned_cells.ravel(), last, unsigned_last,
+        unsigned_cells.ravel(), last,
     ])  # fmt: skip
     return torch.from_numpy(table).to(device)
