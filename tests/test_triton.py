@@ -292,7 +292,7 @@ def kinds_of(plan):
     """Programs by whole and alignment, from the table that the kernels read."""
     numbers = plan.work[:, 0].cpu() // triton_plan.NUMBER
     assert (numbers.diff() >= 0).all(), "kind after kind"
-    return {kind[3:]: int((numbers == i).sum()) for i, kind in enumerate(plan.kinds)}
+    return {kind[3:5]: int((numbers == i).sum()) for i, kind in enumerate(plan.kinds)}
 
 
 def test_whole_tiles_are_of_one_kind_whatever_the_number_of_tensors():

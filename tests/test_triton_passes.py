@@ -30,24 +30,26 @@ TOP = tl.constexpr(127.0)
 
 
 @triton.jit
-def decode(codes, scales, tables, SIGNED: tl.constexpr, PTX: tl.constexpr):
+def decode(codes, scales, tables, MOMENTS: tl.constexpr, PTX: tl.constexpr):
     moments = ()
-    for k in tl.static_range(len(SIGNED)):
+    for k in tl.static_range(len(MOMENTS)):
         # Triton takes no `(*moments, x)`.
         moments = moments + (codes[k].to(tl.float32) * scales[k][:, None],)  # noqa: RUF005
     return moments
 
 
 @triton.jit
-def scales(moments, SIGNED: tl.constexpr):
+def scales(moments, MOMENTS: tl.constexpr, PTX: tl.constexpr):
     tops = ()
-    for k in tl.static_range(len(SIGNED)):
+    for k in tl.static_range(len(MOMENTS)):
         tops = tops + (tl.max(tl.abs(moments[k]), 1) / TOP,)  # noqa: RUF005
     return tops
 
 
 @triton.jit
-def encode(moments, scales, tables, K: tl.constexpr, SIGNED: tl.constexpr, PTX: tl.constexpr):
+def encode(
+    moments, scales, random, tables, K: tl.constexpr, MOMENTS: tl.constexpr, PTX: tl.constexpr
+):
     scale = tl.where(scales[K] > 0.0, scales[K], 1.0)[:, None]
     return tl.floor(moments[K] / scale + 0.5).to(tl.int8)
 
@@ -70,7 +72,7 @@ class Linear8(Format):
         codes = (Part(f"{moment.key}_int8", torch.int8) for moment in moments)
         return (*codes, *(Part(f"{m.key}_scale", torch.float32, True) for m in moments))
 
-    def encode(self, moments, values):
+    def encode(self, moments, values, random=()):
         scales = [x.abs().amax(-1, keepdim=True) / 127.0 for x in values]
         pairs = zip(values, scales, strict=True)
         codes = [torch.floor(x / torch.where(s > 0, s, 1.0) + 0.5).to(torch.int8) for x, s in pairs]

@@ -10,12 +10,13 @@ SEPARATE = True
 
 
 @triton.jit
-def decode(moments, scales, tables, SIGNED: tl.constexpr, PTX: tl.constexpr):
+def decode(moments, scales, tables, MOMENTS: tl.constexpr, PTX: tl.constexpr):
     return moments
 
 
 @triton.jit
-def encode(moments, scales, tables, K: tl.constexpr, SIGNED: tl.constexpr, PTX: tl.constexpr):
+def encode(moments, scales, random, tables, K: tl.constexpr, MOMENTS: tl.constexpr,
+           PTX: tl.constexpr):  # fmt: skip
     return moments[K]
 
 

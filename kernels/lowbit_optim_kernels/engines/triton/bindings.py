@@ -32,8 +32,19 @@ from ...codegen.analysis import (
 )
 from ...formats import Format, Part, Unit, constant, units
 from ...plan import address_columns, lasting_column, state_columns
-from ...rules import Chain, Phase, Rule, RuleFunction
-from .plan import GSCALE, LANES, LIVE, SCALARS, float_names, lanes, number_of
+from ...rules import Chain, Moment, Phase, Rule, RuleFunction
+from .plan import (
+    GSCALE,
+    LANES,
+    LIVE,
+    SCALARS,
+    float_names,
+    lanes,
+    number_of,
+    random_column,
+    streams,
+)
+from .primitives import ROLES
 
 FIXED = {"gscale": GSCALE, "live": LIVE}  # columns of values that are no rule's own
 ALIGNMENT = 32  # fp32 numbers that a format's table starts at a multiple of
@@ -57,7 +68,7 @@ def begin(
     scalars.begin(
         address, geometry, hyper, scalars_, floats, count, grad_scale, found_inf,
         MAXIMIZE, UNSCALE, GUARDED,
-        {stride}, {call}, {copies},
+        {stride}, {call}, {copies}, {streams}, {random},
     )
 """
 
@@ -218,7 +229,8 @@ class _Writer:
         self.keys = [moment.key for moment in rule.moments]
         self.hyper, self.columns, self.floats = hyper_names(rule), rule.scalars(), float_names(rule)
         self.stride = address_columns(rule)
-        self.widths = SCALARS + len(self.columns), SCALARS + len(self.floats)
+        self.streams, self.random = streams(rule), random_column(rule)
+        self.widths = SCALARS + len(self.columns), self.random + 2 * len(self.streams)
         self.given: set[str] = set()  # by the scalar functions so far
         self.lasting = {
             x.key: (f"scalars.OF_{'HISTORY' if x.history else 'NUMBER'}", lasting_column(rule, k))
@@ -284,7 +296,10 @@ class _Writer:
             (self.hyper.index(x), self._float(x)) for x in self.floats if x not in self.columns
         ]
         call = self._per_tensor(self.rule.prepare)
-        return BEGIN.format(stride=self.stride, call=call, copies=_tuple(copies))
+        return BEGIN.format(
+            stride=self.stride, call=call, copies=_tuple(copies), streams=_tuple(self.streams),
+            random=self.random,
+        )  # fmt: skip
 
     # Per-element kernels.
 
@@ -315,9 +330,16 @@ class _Writer:
         module = f"format_{self.used.index(unit.format)}"
         # Without scales there is no function of them to call; another name stands in its place.
         names = ("decode", "scales" if per_block else "decode", "encode")
-        signed = tuple(moment.signed for moment in unit.moments)
+        moments = tuple(self._moment(moment, unit) for moment in unit.moments)
         functions = tuple(f"{module}.{name}" for name in names)
-        return functions, signed, unit.format.exact, unit.index, elements, per_block, offset
+        return functions, moments, unit.format.exact, unit.index, elements, per_block, offset
+
+    def _moment(self, moment: Moment, unit: Unit) -> tuple[bool, int, int, int]:
+        """What a format's functions are told of a moment; `primitives` names it."""
+        dithered = bool(moment.stream) and not unit.format.exact
+        partner = unit.keys.index(moment.partner) if moment.partner in unit.keys else -1
+        stream = self.streams.index(moment.stream) if dithered else 0
+        return moment.signed, ROLES.index(moment.role), partner, stream
 
     def _formats(self) -> str:
         at, offsets = 0, {}
@@ -345,7 +367,8 @@ class _Writer:
             calls.append(self._call(fn, names))
             names += fn.gives
         columns = [(self._float(x), x in literals, literals.get(x, 0.0)) for x in scalars]
-        return _tuple((self.stride, self.widths[1], columns, loads, calls, self.ptx)), names
+        constants = self.stride, self.widths[1], columns, loads, calls, self.ptx, self.random
+        return _tuple(constants), names
 
     @staticmethod
     def _call(fn: RuleFunction, names: list[str], *more: object) -> str:

@@ -69,28 +69,29 @@ def passes(rule: Rule) -> list[str]:
     return [*(f"reduce_{k}" for k in range(len(rule.phases))), "update"]
 
 
-def compile_for(target: GPUTarget, rule: Rule, name: str, *kinds: Kind, **switches: bool) -> Any:
+def compile_for(target: GPUTarget, rule: Rule, name: str, *given: tuple, **switches: bool) -> Any:
     """Compile one of a rule's kernels for a GPU that need not be there, as a launch would.
 
     Args:
         target: e.g. GPUTarget("cuda", 90, 32) or GPUTarget("hip", "gfx942", 64).
         rule: the rule.
         name: one of `passes`, "begin" or "combine_0", ...
-        kinds: dtypes of p and g, format, whole, alignment, one or more: see `passes`.
+        given: what `Kind`s are made of, one or more: dtypes of p and g, format, whole, ...
         switches: SCALED, GUARDED, MAXIMIZE, UNSCALE; False where not given.
 
     Returns:
         triton's CompiledKernel.
     """
+    kinds = tuple(Kind(*each) for each in given)
     made = kernels(rule, triton_plan.formats_of(kinds), target.backend == "cuda")
-    kernel, given = getattr(made, name), {**triton_plan.constants(kinds), **switches}
+    kernel, constants = getattr(made, name), {**triton_plan.constants(kinds), **switches}
     names = kernel.arg_names
     signature = {argument: _ELEMENTS.get(argument, "constexpr") for argument in names}
     return triton.compile(
         ASTSource(
             kernel, signature,
             constexprs={
-                (i,): given.get(argument, False)
+                (i,): constants.get(argument, False)
                 for i, argument in enumerate(names)
                 if argument not in _ELEMENTS
             },

@@ -5,13 +5,15 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .primitives import abs, finite
-from .tiles import load, operand, pointer, store
+from .primitives import STREAM, abs, finite
+from .tiles import load, moment_bits, operand, pointer, store
 
-P_TYPE, G_TYPE, FORMAT, WHOLE, ALIGN, PIECE = (tl.constexpr(i) for i in range(6))  # of a kind
+# Of a kind, and of its weights.
+P_TYPE, G_TYPE, FORMAT, WHOLE, ALIGN, PIECE, FAR = (tl.constexpr(i) for i in range(7))
+SPLIT, EXTRA, DITHERED, LOW_TYPE = (tl.constexpr(i) for i in range(7, 11))
 BLOCK, UNITS, ORDER, INEXACT = (tl.constexpr(i) for i in range(4))  # of a format
 # Of a unit, of each of its tensors, and of its format's functions.
-CODEC, SIGNED, EXACT, INDEX, ELEMENTS, PER_BLOCK, TABLE = (tl.constexpr(i) for i in range(7))
+CODEC, MOMENTS, EXACT, INDEX, ELEMENTS, PER_BLOCK, TABLE = (tl.constexpr(i) for i in range(7))
 COLUMN, TYPE, PAD = (tl.constexpr(i) for i in range(3))
 DECODE, SCALES, ENCODE = (tl.constexpr(i) for i in range(3))
 
@@ -41,7 +43,7 @@ def read_unit(row_at, tables, base, at, block, inside, mask,
         here = pointer(row_at, UNIT[PER_BLOCK][k][COLUMN], UNIT[PER_BLOCK][k][TYPE]) + block
         scale_at = scale_at + (here,)
         scales = scales + (load(here, inside, UNIT[PER_BLOCK][k][PAD], KINDS[KIND][WHOLE]),)
-    moments = UNIT[CODEC][DECODE](elements, scales, tables + UNIT[TABLE], UNIT[SIGNED], PTX)
+    moments = UNIT[CODEC][DECODE](elements, scales, tables + UNIT[TABLE], UNIT[MOMENTS], PTX)
     return moments, element_at, scale_at
 
 
@@ -67,8 +69,24 @@ def or_zero(moments, ok):
 
 
 @triton.jit
-def write_moments(moments, element_at, scale_at, tables, inside, mask, FORMAT: tl.constexpr,
-                  PTX: tl.constexpr, WHOLE: tl.constexpr):  # fmt: skip
+def bits_of(moments, of_streams, t, block, geometry, MOMENTS: tl.constexpr, BLOCK: tl.constexpr,
+            FAR: tl.constexpr):  # fmt: skip
+    """A tile of random bits for each moment that is dithered; anything for the others."""
+    out = ()
+    for k in tl.static_range(len(MOMENTS)):
+        if MOMENTS[k][STREAM] > 0:  # the stream before all of the moments' is the weights'
+            of_stream = of_streams + 2 * MOMENTS[k][STREAM]
+            out = out + (moment_bits(of_stream, t, block, geometry, BLOCK, FAR),)
+        else:
+            out = out + (moments[k],)
+    return out
+
+
+@triton.jit
+def write_moments(
+    moments, element_at, scale_at, tables, inside, mask, of_streams, t, block, geometry,
+    FORMAT: tl.constexpr, KINDS: tl.constexpr, KIND: tl.constexpr, PTX: tl.constexpr,
+):  # fmt: skip
     """Store new moments, given in the rule's order.
 
     All scales come before any code, or predicates live long and are spilled into registers.
@@ -82,13 +100,18 @@ def write_moments(moments, element_at, scale_at, tables, inside, mask, FORMAT: t
         if not FORMAT[UNITS][i][EXACT]:
             values = or_zero(values, ok)
         if len(FORMAT[UNITS][i][PER_BLOCK]) > 0:
-            scales = FORMAT[UNITS][i][CODEC][SCALES](values, FORMAT[UNITS][i][SIGNED])
+            scales = FORMAT[UNITS][i][CODEC][SCALES](values, FORMAT[UNITS][i][MOMENTS], PTX)
         for k in tl.static_range(len(FORMAT[UNITS][i][PER_BLOCK])):
-            store(scale_at[i][k], scales[k], inside, WHOLE)
+            store(scale_at[i][k], scales[k], inside, KINDS[KIND][WHOLE])
         kept, tops = kept + (values,), tops + (scales,)
     for i in tl.static_range(len(FORMAT[UNITS]) - 1, -1, -1):
+        random = bits_of(
+            kept[i], of_streams, t, block, geometry, FORMAT[UNITS][i][MOMENTS], FORMAT[BLOCK],
+            KINDS[KIND][FAR],
+        )  # fmt: skip
         for k in tl.static_range(len(FORMAT[UNITS][i][ELEMENTS]) - 1, -1, -1):
             coded = FORMAT[UNITS][i][CODEC][ENCODE](
-                kept[i], tops[i], tables + FORMAT[UNITS][i][TABLE], k, FORMAT[UNITS][i][SIGNED], PTX
-            )
-            store(element_at[i][k], coded, mask, WHOLE)
+                kept[i], tops[i], random, tables + FORMAT[UNITS][i][TABLE], k,
+                FORMAT[UNITS][i][MOMENTS], PTX,
+            )  # fmt: skip
+            store(element_at[i][k], coded, mask, KINDS[KIND][WHOLE])

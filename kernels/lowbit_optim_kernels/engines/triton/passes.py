@@ -4,17 +4,19 @@ A program takes a tile of one tensor, so that one launch covers any number of te
 TILE elements: as many blocks of its tensor's format. Tables on the device:
 
     address   int64 (tensors, ...)   p, g, step, then columns that `plan.state_columns` deals out
-    geometry  int64 (tensors, 5)     row, blocks per row, blocks, first tile, global numel
+    geometry  int64 (tensors, 8)     row, blocks per row, blocks, first tile, global numel, key and
+                                     numbers of the first blocks of its random bits
     hyper     fp64  (...)            hyperparameters
     scalars   fp64  (tensors, ...)   gscale, live, then what the rule's scalar functions give
-    floats    fp32  (tensors, ...)   the same, and the hyperparameters that elements need
+    floats    fp32  (tensors, ...)   the same, and the hyperparameters that elements need; two
+                                     uint32 numbers for every stream of random bits
     work      int32 (programs, 4)    tensor + kind * NUMBER, first block, its row, its number there
     partial   fp32  (tiles, terms)   sums of a reduction's terms over one tile
     tables    fp32  (...)            look-up tables of the formats, one after the other
 
 A tile is WHOLE when its blocks are full, one after the other, and at aligned addresses: it needs no
 mask. ALIGN is 16 where every block starts at a multiple of 16 elements, else 1. These two, the
-dtypes of p and g, and the format are a tile's kind. With one kind in a launch all is one function
+dtypes of p and g, how weights are stored and the format are a tile's kind. With one kind in a launch all is one function
 in the machine code. With several there is one for each: were they inlined, the compiler would give
 the tiles of all kinds one layout, and with it other accesses and another order of sums than a kind
 has alone. So a tensor's bits do not depend on its neighbours.
@@ -30,16 +32,22 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from ...plan import G, P
+from ...plan import RESIDUAL, G, P
+from ...weights import triton as stored_weights
 from . import plan
 from .moments import (
     ALIGN,
     BLOCK,
+    DITHERED,
+    EXTRA,
+    FAR,
     FORMAT,
     G_TYPE,
+    LOW_TYPE,
     ORDER,
     P_TYPE,
     PIECE,
+    SPLIT,
     UNITS,
     WHOLE,
     pick,
@@ -48,15 +56,15 @@ from .moments import (
 )
 from .primitives import only_finite, total, widen
 from .scalars import FIRST_TILE, GEOMETRY, GSCALE, LIVE
-from .tiles import WORK, load, narrow_to, operand, place, store
+from .tiles import TYPES, WORK, load, operand, place, store, weight_bits
 
 NUMBER, TILE = tl.constexpr(plan.NUMBER), tl.constexpr(plan.TILE)
-P, G = tl.constexpr(P), tl.constexpr(G)  # columns of `address`
+P, G, RESIDUAL = tl.constexpr(P), tl.constexpr(G), tl.constexpr(RESIDUAL)  # columns of `address`
 
 # Of a rule in one pass, and of one of its functions.
-STRIDE, WIDTH, SCALARS, LOADS, CALLS, PTX = (tl.constexpr(i) for i in range(6))
+STRIDE, WIDTH, SCALARS, LOADS, CALLS, PTX, RANDOM = (tl.constexpr(i) for i in range(7))
 FUNCTION, READS, GIVES, CLEAN = (tl.constexpr(i) for i in range(4))
-U, SHRINK, RATE, MOMENTS = (tl.constexpr(i) for i in range(4))  # of what the update writes
+U, SHRINK, RATE, NEW = (tl.constexpr(i) for i in range(4))  # of what the update writes
 
 
 @triton.jit
@@ -100,8 +108,8 @@ def read(
 ):  # fmt: skip
     """What the rule's functions may read of NB blocks of a tile from `piece` on.
 
-    Scalars, p, g, and moments in the rule's order; the addresses of p and of the tensors of each
-    unit; and which blocks and elements there are.
+    Scalars, p, g, and moments in the rule's order; the addresses of p, its residual and the tensors
+    of each unit; and which blocks and elements there are.
     """
     base, at, block, inside, mask = place(
         t, piece, geometry, work, FORMAT[BLOCK], KINDS[KIND][WHOLE], KINDS[KIND][ALIGN], NB
@@ -114,10 +122,16 @@ def read(
             values = values + (tl.full((), RULE[SCALARS][i][2], tl.float32),)
         else:
             values = values + (tl.load(row_of + RULE[SCALARS][i][0]),)
-    p_at, p, g = at, at, at
+    p_at, low_at, p, g, low = at, at, at, at, at
     if RULE[LOADS][0]:
         p_at = operand(row_at, base, at, P, KINDS[KIND][P_TYPE], KINDS[KIND][ALIGN])
-        p = widen(load(p_at, mask, 0, KINDS[KIND][WHOLE]), RULE[PTX])
+        p = load(p_at, mask, 0, KINDS[KIND][WHOLE])
+        if KINDS[KIND][EXTRA] > 0:
+            low_at = operand(
+                row_at, base, at, RESIDUAL, KINDS[KIND][LOW_TYPE], KINDS[KIND][ALIGN]
+            )
+            low = load(low_at, mask, 0, KINDS[KIND][WHOLE])
+        p = stored_weights.read(p, low, KINDS[KIND][EXTRA], RULE[PTX])
     if RULE[LOADS][1]:
         g_at = operand(row_at, base, at, G, KINDS[KIND][G_TYPE], KINDS[KIND][ALIGN])
         g = widen(load(g_at, mask, 0, KINDS[KIND][WHOLE]), RULE[PTX])
@@ -134,7 +148,8 @@ def read(
             element_at = element_at + (elements,)
             scale_at = scale_at + (scales,)
         moments = pick(moments, FORMAT[ORDER])
-    return values + (p, g) + moments, p_at, element_at, scale_at, inside, mask
+    addresses = p_at, low_at, element_at, scale_at
+    return values + (p, g) + moments, addresses, block, inside, mask
 
 
 @triton.jit
@@ -144,17 +159,31 @@ def update_blocks(
     NB: tl.constexpr,
 ):  # fmt: skip
     """Write parameters and moments of NB blocks of a tile."""
-    values, p_at, element_at, scale_at, inside, mask = read(
+    values, addresses, block, inside, mask = read(
         t, address, geometry, work, floats, tables, piece, RULE, FORMAT, KINDS, KIND, SCALED, NB
     )
+    of_streams = (floats + t * RULE[WIDTH] + RULE[RANDOM]).to(tl.pointer_type(tl.uint32))
     p = values[len(RULE[SCALARS])]
     values = chain(values, RULE[CALLS])
     new = values[WRITES[SHRINK]] * p - values[WRITES[RATE]] * values[WRITES[U]]
-    store(p_at, narrow_to(new, KINDS[KIND][P_TYPE]), mask, KINDS[KIND][WHOLE])
-    moments = pick(values, WRITES[MOMENTS])
+    bits = new
+    if KINDS[KIND][DITHERED]:  # the first stream is theirs
+        bits = weight_bits(
+            of_streams, t, piece, geometry, work, FORMAT[BLOCK], KINDS[KIND][WHOLE], NB,
+            KINDS[KIND][FAR],
+        )  # fmt: skip
+    high, low = stored_weights.write(
+        new, bits, TYPES[KINDS[KIND][P_TYPE]], KINDS[KIND][SPLIT],
+        KINDS[KIND][EXTRA], KINDS[KIND][DITHERED], RULE[PTX],
+    )  # fmt: skip
+    store(addresses[0], high, mask, KINDS[KIND][WHOLE])
+    if KINDS[KIND][EXTRA] > 0:
+        low = low.to(TYPES[KINDS[KIND][LOW_TYPE]])
+        store(addresses[1], low, mask, KINDS[KIND][WHOLE])
     write_moments(
-        moments, element_at, scale_at, tables, inside, mask, FORMAT, RULE[PTX], KINDS[KIND][WHOLE]
-    )
+        pick(values, WRITES[NEW]), addresses[2], addresses[3], tables, inside, mask, of_streams, t,
+        block, geometry, FORMAT, KINDS, KIND, RULE[PTX],
+    )  # fmt: skip
 
 
 @triton.jit
@@ -209,7 +238,7 @@ def terms_of_blocks(
     NB: tl.constexpr,
 ):  # fmt: skip
     """The terms of a sum for each element of NB blocks, and where elements are."""
-    values, _p_at, _element_at, _scale_at, _inside, mask = read(
+    values, _addresses, _block, _inside, mask = read(
         t, address, geometry, work, floats, tables, piece, RULE, FORMAT, KINDS, KIND, SCALED, NB
     )
     return call(chain(values, RULE[CALLS]), TERMS), mask

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -18,9 +18,11 @@ import triton.language as tl
 from torch import Tensor
 
 from ...codegen.analysis import element_functions, element_scalars, hyper_names, reads
+from ...dither import WEIGHT
 from ...formats import Format, units
-from ...plan import ALIGNMENT, Batch, G, Slot, address_columns
+from ...plan import ALIGNMENT, WEIGHT_BLOCK, Batch, G, Slot, address_columns
 from ...rules import Moment, Rule, RuleFunction
+from ...weights import PLAIN, Weights
 
 # Elements per program, on 4 warps: 16 a thread. With twice as many AdamW8bit takes 3 % fewer
 # instructions an element, but twice the registers, so half as many programs would share a
@@ -31,6 +33,7 @@ LANES = 128  # tensors per program of the per-tensor kernels
 NUMBER = 2**23  # what counts the kind in the first column of `work`: room for 256 kinds
 WORK = 4  # width of `work`
 GSCALE, LIVE, SCALARS = 0, 1, 2  # columns of `scalars` and of `floats`
+FAR = 2**32  # blocks whose numbers fit 32 bits
 SPARE = 2  # captures in a row without a step in between
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)  # of p and g
@@ -39,7 +42,27 @@ TYPES = {
     torch.uint8: tl.uint8, torch.int8: tl.int8, torch.int16: tl.int16, torch.int32: tl.int32,
     torch.float8_e4m3fn: tl.float8e4nv, torch.float8_e5m2: tl.float8e5,
 }  # fmt: skip
-Kind = tuple[torch.dtype, torch.dtype, Format, bool, int]  # p, g, format, whole, align
+
+
+class Kind(NamedTuple):
+    """All that the code for a tile depends on.
+
+    Attributes:
+        p, g: dtypes.
+        format: of the moments.
+        whole: whether blocks are full, one after the other, and at aligned addresses.
+        align: elements that every block starts at a multiple of.
+        weights: how p is stored.
+        far: whether numbers of blocks, which random bits are made of, take more than 32 bits.
+    """
+
+    p: torch.dtype
+    g: torch.dtype
+    format: Format
+    whole: bool
+    align: int
+    weights: Weights = PLAIN
+    far: bool = False
 
 
 @dataclass
@@ -176,6 +199,16 @@ def float_names(rule: Rule) -> list[str]:
     return list(dict.fromkeys([*rule.scalars(), *elements]))
 
 
+def streams(rule: Rule) -> list[int]:
+    """The streams of random bits that a rule's steps may need, the weights' first."""
+    return [WEIGHT, *sorted({m.stream for m in rule.moments if m.stream and not m.exact})]
+
+
+def random_column(rule: Rule) -> int:
+    """Where `floats` has two numbers for each of the streams."""
+    return SCALARS + len(float_names(rule))
+
+
 def lanes(rule: Rule, fn: RuleFunction) -> int:
     """Tensors per program of a scalar function: one at a time where a history is read."""
     histories = {x.key for x in rule.lasting if x.history}
@@ -201,17 +234,27 @@ def _has_scales(moments: tuple[Moment, ...], format: Format) -> bool:
 def _shape(slot: Slot, aligned: bool, has_scales: bool) -> tuple[int, ...]:
     """Row, blocks per row, blocks, tiles, of these whole, and alignment of the blocks.
 
-    Whole blocks in rows, and state without scales, whose blocks mean nothing, count as one row.
+    Whole blocks in rows, and state without scales, whose blocks mean nothing, count as one row,
+    if the random bits for weights, which are counted in blocks of their own, allow for it.
     """
     format, rows, row = slot.format, slot.rows, slot.row
     block, in_tile = format.block, blocks_of_tile(format)
-    if row % block == 0 or not has_scales:
+    unbroken = not slot.weights.dithered or row % WEIGHT_BLOCK == 0
+    if unbroken and (row % block == 0 or not has_scales):
         rows, row = 1, rows * row
     per_row = -(-row // block)
     blocks = rows * per_row
     whole = row // block // in_tile if rows == 1 and aligned else 0
     align = ALIGNMENT if aligned and row % ALIGNMENT == 0 else 1
     return row, per_row, blocks, -(-blocks // in_tile), whole, align
+
+
+def _is_far(slot: Slot) -> bool:
+    """Whether a block of a slot has a number of more than 32 bits."""
+    blocks = slot.rows * -(-slot.row // slot.format.block)
+    of_weights = slot.rows * -(-slot.row // WEIGHT_BLOCK)
+    last = max(slot.blocks_before + blocks, slot.weight_blocks_before + of_weights)
+    return last > FAR
 
 
 def _make(batch: Batch) -> Plan:
@@ -225,9 +268,12 @@ def _make(batch: Batch) -> Plan:
     row, per_row, blocks, tiles, whole, align = shapes.T
     starts = np.cumsum(tiles) - tiles
     numel = np.array([slot.numel for slot in slots], dtype=np.int64)
-    geometry = np.stack([row, per_row, blocks, starts, numel], axis=1)
+    random = np.array([
+        (slot.tensor_key, slot.blocks_before, slot.weight_blocks_before) for slot in slots
+    ], dtype=np.int64)  # fmt: skip
+    geometry = np.stack([row, per_row, blocks, starts, numel, *random.T], axis=1)
     width = SCALARS + len(batch.rule.scalars())
-    float_width = SCALARS + len(float_names(batch.rule))
+    float_width = random_column(batch.rule) + 2 * len(streams(batch.rule))
     columns = address_columns(batch.rule)
 
     def zeros(*shape: int, dtype: torch.dtype = torch.float64) -> Tensor:
@@ -252,13 +298,13 @@ def _make(batch: Batch) -> Plan:
 
 def _order(kind: Kind) -> tuple:
     """Whole tiles first; one order of the same kinds, so that they share a specialization."""
-    p, g, format, whole, align = kind
-    return not whole, format.bits, format.name, -align, str(p), str(g)
+    p, g, format, whole, align, weights, far = kind
+    return not whole, format.bits, format.name, -align, str(p), str(g), weights.bits or 0, far
 
 
 def formats_of(kinds: Sequence[Kind]) -> tuple[Format, ...]:
     """The formats of these kinds, each once."""
-    return tuple(dict.fromkeys(kind[2] for kind in kinds))
+    return tuple(dict.fromkeys(kind.format for kind in kinds))
 
 
 def pieces(kinds: Sequence[Kind]) -> list[int]:
@@ -268,14 +314,13 @@ def pieces(kinds: Sequence[Kind]) -> list[int]:
     multiprocessor. So the kinds beside whole tiles of the narrowest state are cut smaller, and
     always those of unaligned blocks, which have an address for every element.
     """
-    narrowest = min((format.bits for _, _, format, whole, _ in kinds if whole), default=0)
+    narrowest = min((kind.format.bits for kind in kinds if kind.whole), default=0)
 
     def of(kind: Kind) -> int:
-        _, _, format, whole, align = kind
-        if align == 1:
-            return max(1, LEAST // format.block)
-        blocks = blocks_of_tile(format)
-        alone = len(kinds) == 1 or (whole and format.bits == narrowest)
+        if kind.align == 1:
+            return max(1, LEAST // kind.format.block)
+        blocks = blocks_of_tile(kind.format)
+        alone = len(kinds) == 1 or (kind.whole and kind.format.bits == narrowest)
         return blocks if alone else max(1, blocks // 2)
 
     return [of(kind) for kind in kinds]
@@ -286,10 +331,22 @@ def constants(kinds: tuple[Kind, ...]) -> dict[str, Any]:
     number = {format: i for i, format in enumerate(formats_of(kinds))}
     return {
         "KINDS": tuple(
-            (number_of(p), number_of(g), number[format], whole, align, piece)
-            for (p, g, format, whole, align), piece in zip(kinds, pieces(kinds), strict=True)
+            (
+                number_of(kind.p), number_of(kind.g), number[kind.format], kind.whole, kind.align,
+                piece, kind.far, *_of_weights(kind.weights),
+            )
+            for kind, piece in zip(kinds, pieces(kinds), strict=True)
         )
     }
+
+
+def _of_weights(weights: Weights) -> tuple[bool, int, bool, int]:
+    """Whether weights are split, the bits of a residual, whether by dither, the residual's dtype.
+
+    -1 where there is none.
+    """
+    residual = -1 if weights.residual is None else number_of(weights.residual)
+    return weights.bits is not None, weights.extra, weights.dithered, residual
 
 
 def _deal(
@@ -298,21 +355,21 @@ def _deal(
     """A program for every tile of every tensor, by kind, and the kinds."""
     members: dict[Kind, list[int]] = {}
     for i, slot in enumerate(slots):
-        stored = slot.p.dtype, slot.g.dtype, slot.format
+        stored, random = (slot.p.dtype, slot.g.dtype, slot.format), (slot.weights, _is_far(slot))
         if whole[i]:
-            members.setdefault((*stored, True, ALIGNMENT), []).append(i)
+            members.setdefault(Kind(*stored, True, ALIGNMENT, *random), []).append(i)
         if whole[i] < tiles[i]:
-            members.setdefault((*stored, False, int(align[i])), []).append(i)
+            members.setdefault(Kind(*stored, False, int(align[i]), *random), []).append(i)
     kinds = tuple(sorted(members, key=_order))
     work = []
     for number, kind in enumerate(kinds):
         t = np.array(members[kind], dtype=np.int64)
-        first = np.zeros_like(t) if kind[3] else whole[t]
-        count = whole[t] if kind[3] else tiles[t] - whole[t]
+        first = np.zeros_like(t) if kind.whole else whole[t]
+        count = whole[t] if kind.whole else tiles[t] - whole[t]
         total = int(count.sum())
         tensor = np.repeat(t, count)
         within = np.arange(total) - np.repeat(np.cumsum(count) - count, count)
-        block = (np.repeat(first, count) + within) * blocks_of_tile(kind[2])
+        block = (np.repeat(first, count) + within) * blocks_of_tile(kind.format)
         line, column = np.divmod(block, per_row[tensor])
         entry = tensor + number * NUMBER
         work.append(np.stack([entry, block, line, column], axis=1).astype(np.int32))

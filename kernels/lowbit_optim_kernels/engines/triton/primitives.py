@@ -11,9 +11,14 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from ...rules import HISTORY
+from ...rules import HISTORY, RATIO, SIGN, SQUARE
+from ...rules import SIGNED as SIGNED_ROLE
 
 HISTORY = tl.constexpr(HISTORY)
+# What a format's functions are told of each moment: whether it has a sign, its role, where among
+# the moments the square is that a ratio is divided by, and whether it is dithered (0 if not).
+SIGNED, ROLE, PARTNER, STREAM = (tl.constexpr(i) for i in range(4))
+ROLES = (SIGNED_ROLE, SIGN, SQUARE, RATIO)  # a role is its number here
 
 
 @triton.jit
@@ -103,6 +108,18 @@ def sign(x):
         bits = (x.to(tl.int32, bitcast=True) & -0x80000000) | 0x3F800000
         return tl.where(tl.abs(x) > 0.0, bits.to(tl.float32, bitcast=True), 0.0)
     return tl.where(x > 0.0, 1.0, tl.where(x < 0.0, -1.0, 0.0))
+
+
+@triton.jit
+def positive(x, PTX: tl.constexpr):
+    """1 where x > 0, else 0."""
+    if PTX:
+        return tl.inline_asm_elementwise(
+            "set.gt.f32.f32 $0, $1, 0f00000000;", "=f,f", [x], dtype=tl.float32, is_pure=True,
+            pack=1,
+        )  # fmt: skip
+    else:  # noqa: RET505 (Triton takes a second return only in the other branch)
+        return tl.where(x > 0.0, 1.0, 0.0)
 
 
 @triton.jit

@@ -10,10 +10,11 @@ import triton
 import triton.language as tl
 
 from ...plan import STEP
-from . import plan
+from . import plan, random
 
 STEP = tl.constexpr(STEP)
-ROW, PER_ROW, BLOCKS, FIRST_TILE, NUMEL, GEOMETRY = (tl.constexpr(i) for i in range(6))
+ROW, PER_ROW, BLOCKS, FIRST_TILE, NUMEL = (tl.constexpr(i) for i in range(5))  # of `geometry`
+KEY, BEFORE, WEIGHTS_BEFORE, GEOMETRY = (tl.constexpr(i) for i in range(5, 9))
 GSCALE, LIVE = tl.constexpr(plan.GSCALE), tl.constexpr(plan.LIVE)
 # Where a value is that a scalar function reads.
 OF_STEP, OF_NUMEL, OF_SCALARS, OF_HYPER, OF_SUMS, OF_NUMBER, OF_HISTORY = (
@@ -73,11 +74,12 @@ def begin(
     address, geometry, hyper, scalars, floats, count, grad_scale, found_inf,
     MAXIMIZE: tl.constexpr, UNSCALE: tl.constexpr, GUARDED: tl.constexpr, STRIDE: tl.constexpr,
     PREPARE: tl.constexpr, SOURCES: tl.constexpr, COLUMNS: tl.constexpr, WIDTHS: tl.constexpr,
-    LANES: tl.constexpr, COPIES: tl.constexpr,
+    LANES: tl.constexpr, COPIES: tl.constexpr, STREAMS: tl.constexpr, RANDOM: tl.constexpr,
 ):  # fmt: skip
     """Count the step, and work out what needs no reduction.
 
-    COPIES are pairs of columns: of `hyper`, and of `floats` where elements read it.
+    COPIES are pairs of columns: of `hyper`, and of `floats` where elements read it. From the column
+    RANDOM on `floats` has what the random bits of the STREAMS need.
     """
     t, mask = lanes(count, LANES)
     step_at = tl.load(address + t * STRIDE + STEP, mask=mask, other=0)
@@ -100,6 +102,12 @@ def begin(
         t, mask, step, address, geometry, hyper, scalars, floats, hyper, PREPARE, SOURCES, COLUMNS,
         WIDTHS,
     )  # fmt: skip
+    tensor_key = tl.load(geometry + t * GEOMETRY + KEY, mask=mask, other=0).to(tl.uint32)
+    of_streams = (floats_row + RANDOM).to(tl.pointer_type(tl.uint32))
+    for i in tl.static_range(len(STREAMS)):
+        key, rest = random.of_step(tensor_key, step.to(tl.int64).to(tl.uint32), STREAMS[i])
+        tl.store(of_streams + 2 * i, key, mask=mask)
+        tl.store(of_streams + 2 * i + 1, rest, mask=mask)
     for i in tl.static_range(len(COPIES)):
         tl.store(floats_row + COPIES[i][1], tl.load(hyper + COPIES[i][0] + 0 * t), mask=mask)
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from . import plan
-from .primitives import narrow
-from .scalars import BLOCKS, GEOMETRY, PER_ROW, ROW
+from ...plan import WEIGHT_BLOCK
+from . import plan, random
+from .scalars import BEFORE, BLOCKS, GEOMETRY, PER_ROW, ROW, WEIGHTS_BEFORE
 
-WORK = tl.constexpr(plan.WORK)
+WORK, WEIGHT_BLOCK = tl.constexpr(plan.WORK), tl.constexpr(WEIGHT_BLOCK)
 TYPES = tl.constexpr(tuple(plan.TYPES.values()))  # a dtype is a number in tuples
 
 
@@ -46,6 +46,47 @@ def place(t, piece, geometry, work, BLOCK: tl.constexpr, WHOLE: tl.constexpr,
 
 
 @triton.jit
+def moment_bits(of_stream, t, block, geometry, BLOCK: tl.constexpr, FAR: tl.constexpr):
+    """The random bits of a stream for each element of these blocks of a format."""
+    number = random.numbered(tl.load(geometry + t * GEOMETRY + BEFORE), block, FAR)
+    first = random.of_blocks(number, of_stream, FAR)
+    return random.of_lanes(first[:, None], tl.arange(0, BLOCK)[None, :])
+
+
+@triton.jit
+def weight_bits(of_stream, t, piece, geometry, work, BLOCK: tl.constexpr, WHOLE: tl.constexpr,
+                NB: tl.constexpr, FAR: tl.constexpr):  # fmt: skip
+    """The random bits that round the weights of the NB blocks of a tile from `piece` on."""
+    program = tl.program_id(0)
+    tile = tl.arange(0, NB) + piece
+    lane = tl.arange(0, BLOCK)
+    if WHOLE:
+        column = tl.load(work + WORK * program + 1).to(tl.int64) + tile
+        before = tile * 0
+    else:
+        line = tl.load(work + WORK * program + 2).to(tl.int64)
+        left = tl.load(work + WORK * program + 3)
+        row = tl.load(geometry + t * GEOMETRY + ROW)
+        per_row = tl.load(geometry + t * GEOMETRY + PER_ROW).to(tl.uint32)
+        down = ((left + tile).to(tl.uint32) // per_row).to(tl.int32)
+        column = (left + tile - down * per_row.to(tl.int32)).to(tl.int64)
+        before = (line + down) * ((row + (WEIGHT_BLOCK - 1)) // WEIGHT_BLOCK)
+    start = tl.load(geometry + t * GEOMETRY + WEIGHTS_BEFORE)
+    if BLOCK < WEIGHT_BLOCK:
+        in_row = before + column * BLOCK // WEIGHT_BLOCK
+        number = random.numbered(start, in_row, FAR)
+        first = random.of_blocks(number, of_stream, FAR)[:, None]
+        place = (column * BLOCK % WEIGHT_BLOCK).to(tl.int32)[:, None] + lane[None, :]
+    else:
+        number = random.numbered(start, before + column * (BLOCK // WEIGHT_BLOCK), FAR)[:, None]
+        if BLOCK > WEIGHT_BLOCK:
+            number += (lane // WEIGHT_BLOCK).to(number.dtype)[None, :]
+        first = random.of_blocks(number, of_stream, FAR)
+        place = (lane % WEIGHT_BLOCK)[None, :]
+    return random.of_lanes(first, place)
+
+
+@triton.jit
 def pointer(row_at, COLUMN: tl.constexpr, TYPE: tl.constexpr):
     return tl.load(row_at + COLUMN).to(tl.pointer_type(TYPES[TYPE]))
 
@@ -56,11 +97,6 @@ def operand(row_at, base, at, COLUMN: tl.constexpr, TYPE: tl.constexpr, ALIGN: t
     # Here and not by a function: a hint for what a call gives is lost when the call is inlined.
     first = tl.load(row_at + COLUMN).to(tl.pointer_type(TYPES[TYPE]))
     return tl.multiple_of(first, ALIGN) + base + at
-
-
-@triton.jit
-def narrow_to(x, TYPE: tl.constexpr):
-    return narrow(x, TYPES[TYPE])
 
 
 @triton.jit

@@ -15,10 +15,18 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ...engines.triton.primitives import narrow, ptx_reciprocal, widen
+from ...engines.triton.primitives import (
+    SIGNED,
+    STREAM,
+    narrow,
+    positive,
+    ptx_reciprocal,
+    widen,
+)
+from ...engines.triton.random import low_byte, rounded
 from .. import Unit
 from ..layout import Layout
-from . import DYNAMIC8, triton_tables
+from . import DYNAMIC8, ZERO_CODE, triton_tables
 
 BOOK = tl.constexpr(256)  # fp32 values of a codebook
 BLOCK = tl.constexpr(DYNAMIC8.block)
@@ -28,7 +36,15 @@ CELLS_UNSIGNED = tl.constexpr(triton_tables.CELLS_UNSIGNED)
 SCALE_SIGNED = tl.constexpr(triton_tables.SCALE_SIGNED)
 SCALE_UNSIGNED = tl.constexpr(triton_tables.SCALE_UNSIGNED)
 SHIFT = tl.constexpr(triton_tables.SHIFT)
+OCTAVES = tl.constexpr(triton_tables.OCTAVES)
+DITHER_SIGNED = tl.constexpr(triton_tables.dither_scale(True))
+DITHER_UNSIGNED = tl.constexpr(triton_tables.dither_scale(False))
+LAST_FACTOR, LAST_CONSTANT = (tl.constexpr(x) for x in triton_tables.LAST)
+# Where octaves begin, counted in lines, and their `last`, in numbers.
+FIRST_OCTAVE = tl.constexpr(256 + triton_tables.CELLS_SIGNED + triton_tables.CELLS_UNSIGNED)
+FIRST_LAST = tl.constexpr(2 * (FIRST_OCTAVE.value + 2 * triton_tables.OCTAVES))
 # Adding 2**23 rounds to an integer, and leaves the code in the low byte of the bit pattern.
+INTEGER, ZERO_SIGNED = tl.constexpr(2.0**23), tl.constexpr(float(ZERO_CODE[True]))
 MAGIC_SIGNED = tl.constexpr(2.0**23 + triton_tables.OFFSET_SIGNED)
 MAGIC_UNSIGNED = tl.constexpr(2.0**23 + triton_tables.OFFSET_UNSIGNED)
 # Below these, SCALE / absmax would overflow: such an absmax is stored as the floor.
@@ -135,6 +151,40 @@ def _encode_unsigned(x, top, tables, PTX: tl.constexpr):
 
 
 @triton.jit
+def _place(x, top, tables, SIGNED: tl.constexpr, PTX: tl.constexpr):
+    """Where magnitudes are among the codes, by straight lines from value to value."""
+    if SIGNED:
+        scale = _inverse(tl.maximum(top, FLOOR_SIGNED), PTX) * DITHER_SIGNED
+    else:
+        scale = _inverse(tl.maximum(top, FLOOR_UNSIGNED), PTX) * DITHER_UNSIGNED
+    y = tl.abs(x) * scale[:, None]
+    cell = (y.to(tl.uint32, bitcast=True) >> 23).to(tl.int32)
+    FIRST: tl.constexpr = FIRST_OCTAVE + (0 if SIGNED else OCTAVES)
+    slope, start = _slope_and_start(_look_up(_lines(tables, FIRST, OCTAVES), cell))
+    if SIGNED:
+        last = _look_up(tl.load(tables + FIRST_LAST + tl.arange(0, OCTAVES)), cell)
+    else:
+        last = tl.fma(start, LAST_FACTOR, LAST_CONSTANT)
+    g = tl.fma(y, slope, start)
+    return last + tl.minimum(tl.minimum(g, g * (1.0 / 3.0)), g * 0.2 + 0.4)
+
+
+@triton.jit
+def dithered_codes(x, top, bits, tables, SIGNED: tl.constexpr, PTX: tl.constexpr):
+    """As `encode_codes`, rounded up with the probability of the distance."""
+    z = _place(x, top, tables, SIGNED, PTX)
+    if SIGNED:
+        sign = x.to(tl.uint32, bitcast=True) & 0x80000000
+        z = (z.to(tl.uint32, bitcast=True) ^ sign).to(tl.float32, bitcast=True)
+        code = tl.maximum(rounded(z, bits, ZERO_SIGNED, True, PTX), INTEGER)
+    else:
+        code = rounded(tl.maximum(z, positive(x, PTX)), bits, 0.0, True, PTX)
+    if not PTX:  # which rounds up where a sum is almost an integer
+        code = tl.minimum(code, INTEGER + 255.0)
+    return low_byte(code)
+
+
+@triton.jit
 def encode_codes(x, top, tables, SIGNED: tl.constexpr, PTX: tl.constexpr):
     """Codes of a tile x of finite moments whose blocks have the scales `top` = absmax(x)."""
     if SIGNED:
@@ -150,22 +200,26 @@ SEPARATE = True
 
 
 @triton.jit
-def decode(codes, scales, tables, SIGNED: tl.constexpr, PTX: tl.constexpr):
+def decode(codes, scales, tables, MOMENTS: tl.constexpr, PTX: tl.constexpr):
     """The tile of the moment, fp32."""
     scale = scales[0][:, None]
-    return (decode_codes(codes[0], tables, SIGNED[0]) * scale,)
+    return (decode_codes(codes[0], tables, MOMENTS[0][SIGNED]) * scale,)
 
 
 @triton.jit
-def scales(moments, SIGNED: tl.constexpr):
+def scales(moments, MOMENTS: tl.constexpr, PTX: tl.constexpr):
     """The scales of a finite moment, one a block."""
-    return (absmax(moments[0], SIGNED[0]),)
+    return (absmax(moments[0], MOMENTS[0][SIGNED]),)
 
 
 @triton.jit
-def encode(moments, scales, tables, K: tl.constexpr, SIGNED: tl.constexpr, PTX: tl.constexpr):
+def encode(moments, scales, random, tables, K: tl.constexpr, MOMENTS: tl.constexpr,
+           PTX: tl.constexpr):  # fmt: skip
     """The codes of the moment."""
-    return encode_codes(moments[0], scales[0], tables, SIGNED[0], PTX)
+    if MOMENTS[0][STREAM] > 0:
+        return dithered_codes(moments[0], scales[0], random[0], tables, MOMENTS[0][SIGNED], PTX)
+    else:  # noqa: RET505
+        return encode_codes(moments[0], scales[0], tables, MOMENTS[0][SIGNED], PTX)
 
 
 def table(ptx: bool, device: torch.device) -> Tensor:

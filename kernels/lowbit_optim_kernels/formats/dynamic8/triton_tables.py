@@ -10,6 +10,16 @@ holds three midpoints that are not in line. Where the edges of the cells fall am
 free: that is BETA, 1 <= BETA < 2, found by search. 4 cells per octave are enough for the signed map
 and 16 for the unsigned one. Nothing is approximated: each line is fitted to the midpoints of the
 fp32 codebook itself, and misses none by more than 1e-5 of a code.
+
+A code that is rounded by dither needs z between the midpoints, too. From the last value of a decade
+to the first of the next it rises by one code in what are 3 steps of the lower decade, or 3/5 of the
+upper. So with g the steps beyond the last value of the decade that is nearest, z is
+
+    z = last + min(g, g / 3, (g + 2) / 5)            g = slope * y + start
+
+with y = magnitude / absmax, scaled so that it is 1 where 1.0 becomes the nearest value. At most one
+end of a decade lies in an octave: 32 cells are enough, which shared memory serves at once. They
+are looked up by y's exponent. Of the unsigned map last is a linear function of start.
 """
 
 from __future__ import annotations
@@ -20,7 +30,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from . import create_dynamic_map
+from . import TOP_CODE, create_dynamic_map, pieces
 
 BETA_SIGNED, BETA_UNSIGNED = 1.27685546875, 1.2626953125
 SCALE_SIGNED = BETA_SIGNED * 2.0**14  # y stays inside fp16, and what is under 2**-14 is code 127
@@ -28,6 +38,8 @@ SCALE_UNSIGNED = BETA_UNSIGNED
 SHIFT = 2.0**-31  # added to the unsigned y: keeps its exponent in 96..127 without a maximum
 OFFSET_SIGNED, OFFSET_UNSIGNED = 127, 128
 CELLS_SIGNED, CELLS_UNSIGNED = 256, 512
+OCTAVES = 128  # exponents that y has: y < 2
+LAST = -1.8, -1.1  # of the unsigned map: last = LAST[0] * start + LAST[1]
 
 Line = tuple[float, float]
 Midpoints = tuple[np.ndarray, np.ndarray, int]
@@ -115,9 +127,54 @@ def lines(signed: bool, up: bool = False) -> np.ndarray:
     return table.astype(np.float32)
 
 
+def dither_scale(signed: bool) -> float:
+    """y of a magnitude of absmax."""
+    return 1.0 / pieces(signed).threshold[-1]
+
+
+def _start_of_top() -> float:
+    """The start < 0, of slope 0, at which an unsigned z is TOP_CODE."""
+    factor, constant = np.float32(LAST).astype(np.float64)
+    nearby = np.float32((TOP_CODE - constant) / (1 + factor)).view(np.int32) + np.arange(-64, 64)
+    starts = nearby.astype(np.int32).view(np.float32)
+    last = (factor * starts.astype(np.float64) + constant).astype(np.float32)
+    return float(starts[np.nonzero(last + starts == TOP_CODE)[0][0]])
+
+
+@cache
+def octaves(signed: bool) -> tuple[np.ndarray, np.ndarray]:
+    """fp32 (128, 2), slope and start of every octave of y, and fp32 (128,), its `last`.
+
+    An unsigned number below the first value may have any z up to 1; a signed one is between zero
+    and that.
+    """
+    table, shift, scale = pieces(signed), 0 if signed else 1, dither_scale(signed)
+    slope, offset, last = (np.array(x[1:8]) for x in (table.inverse_slope, table.offset, table.last))
+    begins = ((last + shift + 1) / 2 - shift - offset) / slope * scale  # of decades, in y
+    rows = []
+    for low in 2.0 ** np.arange(1 - OCTAVES, 0):
+        high = 2 * low
+        if signed and high <= begins[0]:
+            rows.append((3.0 / begins[0], 0.0, 0.0))
+            continue
+        e = next(e for e in range(7) if e == 6 or begins[e + 1] > low)
+        rows.append((slope[e] / scale, offset[e] - last[e], last[e]))
+    # 1.0: of the unsigned map start + last is 255 exactly.
+    rows.append((0.0, 0.0, TOP_CODE - 127) if signed else (0.0, _start_of_top(), TOP_CODE))
+    made = np.array(rows).astype(np.float32)
+    return made[:, :2], made[:, 2]
+
+
 @cache
 def packed(up: bool, device: torch.device) -> Tensor:
-    """Both codebooks, then the lines of both maps: fp32 (2048,), the kernels' one table."""
+    """The kernels' one table: both codebooks, the lines of both maps, and what dither needs.
+
+    fp32 (2688,), the last of which are octaves, signed and unsigned, and `last` of the signed.
+    """
     books = [create_dynamic_map(signed).numpy() for signed in (True, False)]
-    table = np.concatenate([*books, lines(True).ravel(), lines(False, up).ravel()])
+    (cells, last), (unsigned_cells, _) = octaves(True), octaves(False)
+    table = np.concatenate([
+        *books, lines(True).ravel(), lines(False, up).ravel(), cells.ravel(),
+        unsigned_cells.ravel(), last,
+    ])  # fmt: skip
     return torch.from_numpy(table).to(device)

@@ -167,7 +167,7 @@ class Ratio4(Format):
     dithers: bool = True
     dithers_all: bool = True
     numba: str = "lowbit_optim_kernels.formats.ratio.numba"
-    triton: str = "lowbit_optim_kernels.formats.ratio.triton"
+    triton: str = "lowbit_optim_kernels.formats.ratio.triton4"
 
     def refusal(self, moments: Sequence[Moment]) -> str | None:
         if sorted(m.role for m in moments if not m.exact) == [RATIO, SQUARE]:

@@ -1,0 +1,94 @@
+"""Random bits in Triton; `dither` says what they are.
+
+`scalars.begin` works out once a tensor what its step and stream decide; a program makes a number of
+each block, and an addition of each element. All is uint32.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from ... import dither
+from . import plan
+
+TIME, SPACE = tl.constexpr(dither.TIME), tl.constexpr(dither.SPACE)
+WEIGHT_BLOCK = tl.constexpr(plan.WEIGHT_BLOCK)
+FIRST, SECOND = tl.constexpr(0x7FEB352D), tl.constexpr(0x846CA68B)
+
+
+@triton.jit
+def mix(x):
+    x = (x ^ (x >> 16)) * FIRST
+    x = (x ^ (x >> 15)) * SECOND
+    return x ^ (x >> 16)
+
+
+@triton.jit
+def of_step(tensor_key, step, STREAM: tl.constexpr):
+    """The key of a stream, and what is added for the step, and for blocks below 2**32."""
+    key = mix(tensor_key + STREAM)
+    return key, mix(key) + step * TIME
+
+
+@triton.jit
+def of_blocks(number, of_stream, FAR: tl.constexpr):
+    """The first element's bits of blocks, by their numbers: int64 if FAR, else of 32 bits.
+
+    of_stream: where the two numbers are that `of_step` gave.
+    """
+    key = tl.load(of_stream)
+    bits = mix(number.to(tl.uint32) ^ key) + tl.load(of_stream + 1)
+    if FAR:
+        bits += mix((number >> 32).to(tl.uint32) + key) - mix(key)
+    return bits
+
+
+@triton.jit
+def of_lanes(of_block, lane):
+    """The bits of elements by their places in the blocks."""
+    return of_block + lane.to(tl.uint32) * SPACE
+
+
+@triton.jit
+def numbered(before, number, FAR: tl.constexpr):
+    """Numbers of blocks in the whole parameter, by those in the tensor that is stepped."""
+    if FAR:
+        return before + number
+    else:  # noqa: RET505 (Triton takes a second return only in the other branch)
+        return before.to(tl.uint32) + number.to(tl.uint32)
+
+
+@triton.jit
+def fraction(bits):
+    """Bits as numbers in [0, 1)."""
+    return (bits >> 8).to(tl.float32) * 2.0**-24
+
+
+@triton.jit
+def rounded(x, bits, ZERO: tl.constexpr, DITHERED: tl.constexpr, PTX: tl.constexpr):
+    """2**23 + ZERO + floor(x + u): if it is not below 2**23, the low byte is that of the integer.
+
+    u is the fraction of these bits, or if not DITHERED 1/2. |x| < 2**22.
+    """
+    if PTX and DITHERED:  # 1 + u of 23 bits by one shift of a pair of registers
+        return tl.inline_asm_elementwise(
+            "{ .reg .b32 b; .reg .f32 u; shf.r.clamp.b32 b, $2, 127, 9; mov.b32 u, b;"
+            " add.rm.f32 u, u, $1; add.rm.f32 $0, u, $3; }",
+            "=f,f,r,f", [x, bits, 8388607.0 + ZERO], dtype=tl.float32, is_pure=True, pack=1,
+        )  # fmt: skip
+    elif PTX:  # noqa: RET505 (Triton takes a second return only in the other branch)
+        return tl.inline_asm_elementwise(
+            "{ .reg .f32 u; add.rm.f32 u, $1, 0f3F000000; add.rm.f32 $0, u, $2; }",
+            "=f,f,f", [x, 8388608.0 + ZERO], dtype=tl.float32, is_pure=True, pack=1,
+        )  # fmt: skip
+    elif DITHERED:
+        return tl.floor(x + fraction(bits)) + (8388608.0 + ZERO)
+    else:
+        return tl.floor(x + 0.5) + (8388608.0 + ZERO)
+
+
+@triton.jit
+def low_byte(x):
+    """The integer that `rounded` gave, of 8 bits."""
+    return x.to(tl.uint32, bitcast=True).to(tl.uint8)

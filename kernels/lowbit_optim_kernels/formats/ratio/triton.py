@@ -1,0 +1,213 @@
+"""The format `ratio8` in Triton; the package's text says what is computed.
+
+Nothing is looked up. A tile is [NB, 64], a row of it one block. With PTX (NVIDIA only) square roots
+and reciprocals are approximate, within 2 ulp, and a code may differ where that decides a rounding.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from ...engines.triton.primitives import (
+    PARTNER,
+    ROLE,
+    ROLES,
+    STREAM,
+    narrow,
+    positive,
+    ptx_reciprocal,
+    ptx_sqrt,
+)
+from ...engines.triton.random import low_byte, rounded
+from ...rules import RATIO, SQUARE
+from . import LARGEST, LEAST_SCALE, RATIO_LEVELS, SOFT, SQUARE_LEVELS, ZERO
+
+IS_SQUARE, IS_RATIO = tl.constexpr(ROLES.index(SQUARE)), tl.constexpr(ROLES.index(RATIO))
+SQUARE_LEVELS = tl.constexpr(float(SQUARE_LEVELS[8]))
+RATIO_LEVELS = tl.constexpr(float(RATIO_LEVELS[8]))
+ZERO, SOFT = tl.constexpr(float(ZERO)), tl.constexpr(SOFT)
+LARGEST, LEAST_SCALE = tl.constexpr(LARGEST), tl.constexpr(LEAST_SCALE)
+INTEGER = tl.constexpr(2.0**23)  # what is added to an integer has it in its low bits
+
+
+@triton.jit
+def number_of(code, LESS: tl.constexpr, PTX: tl.constexpr):
+    """A code of 8 bits, less an integer, in fp32."""
+    if PTX:  # a byte in a pattern of 2**23 is that number and the byte: no conversion
+        x = tl.inline_asm_elementwise(
+            "{ .reg .b32 m; mov.b32 m, 0x4B000000; prmt.b32 $0, $4, m, 0x7440;"
+            " prmt.b32 $1, $4, m, 0x7441; prmt.b32 $2, $4, m, 0x7442; prmt.b32 $3, $4, m, 0x7443; }",
+            "=f,=f,=f,=f,r", [code], dtype=tl.float32, is_pure=True, pack=4,
+        )  # fmt: skip
+        return x - (INTEGER + LESS)
+    else:  # noqa: RET505 (Triton takes a second return only in the other branch)
+        return code.to(tl.float32) - LESS
+
+
+@triton.jit
+def root_and_inverse(v, PTX: tl.constexpr):
+    """s = sqrt(v), and 1 / s, finite where s is 0."""
+    if PTX:
+        inverse = tl.inline_asm_elementwise(
+            "rsqrt.approx.ftz.f32 $0, $1;", "=f,f", [v], dtype=tl.float32, is_pure=True, pack=1
+        )
+        inverse = tl.minimum(inverse, 1e19)  # also of subnormal numbers
+        return v * inverse, inverse
+    else:  # noqa: RET505 (Triton takes a second return only in the other branch)
+        root = tl.sqrt_rn(v)
+        return root, 1.0 / tl.maximum(root, 1e-30)
+
+
+@triton.jit
+def ratio_of(m, v, PTX: tl.constexpr):
+    """m / sqrt(v), 0 where v is."""
+    root, inverse = root_and_inverse(v, PTX)
+    if PTX:
+        return (m * inverse) * positive(v, True)
+    else:  # noqa: RET505
+        return tl.where(v > 0.0, m / tl.where(v > 0.0, root, 1.0), 0.0)
+
+
+@triton.jit
+def divided(x, BY: tl.constexpr, PTX: tl.constexpr):
+    """x / BY, rounded to nearest."""
+    if PTX:
+        q = x * (1.0 / BY)
+        return tl.fma(tl.fma(-q, BY, x), 1.0 / BY, q)
+    else:  # noqa: RET505
+        return tl.div_rn(x, tl.full(x.shape, BY, tl.float32))
+
+
+@triton.jit
+def inverse_of(scale, PTX: tl.constexpr):
+    """1 / scale of blocks, 0 where it is 0."""
+    inverse = ptx_reciprocal(scale) if PTX else 1.0 / tl.where(scale > 0.0, scale, 1.0)
+    return tl.where(scale > 0.0, inverse, 0.0)[:, None]
+
+
+@triton.jit
+def largest(x):
+    """Of each block, of numbers that are not negative."""
+    return tl.max(x, 1)
+
+
+@triton.jit
+def square_scale(v, LEVELS: tl.constexpr, PTX: tl.constexpr):
+    root, _inverse = root_and_inverse(v, PTX)
+    return divided(largest(root), LEVELS * LEVELS, PTX)
+
+
+@triton.jit
+def square_code(v, scale, bits, LEVELS: tl.constexpr, DITHERED: tl.constexpr, PTX: tl.constexpr):
+    """2**23 + the code."""
+    root, _inverse = root_and_inverse(v, PTX)
+    y = root * inverse_of(scale, PTX)
+    y = ptx_sqrt(y) if PTX else tl.sqrt_rn(y)
+    code = rounded(tl.maximum(y, positive(v, PTX)), bits, 0.0, DITHERED, PTX)
+    return tl.minimum(code, INTEGER + LEVELS)
+
+
+@triton.jit
+def ratio_scale(ratio, LEVELS: tl.constexpr, PTX: tl.constexpr):
+    """A number that bf16 has, in fp32."""
+    scale = narrow(divided(largest(tl.abs(ratio)), LEVELS, PTX), tl.bfloat16).to(tl.float32)
+    return tl.where((scale >= LEAST_SCALE) & (scale <= LARGEST), scale, 0.0)
+
+
+@triton.jit
+def ratio_code(ratio, scale, bits, LEVELS: tl.constexpr, ZERO: tl.constexpr,
+               DITHERED: tl.constexpr, PTX: tl.constexpr):  # fmt: skip
+    """2**23 + ZERO + the code."""
+    y = ratio * inverse_of(scale, PTX)
+    if DITHERED:
+        code = rounded(y, bits, ZERO, True, PTX)
+        return tl.minimum(tl.maximum(code, INTEGER + (ZERO - LEVELS)), INTEGER + (ZERO + LEVELS))
+    else:  # noqa: RET505
+        # To nearest even, as it is added. At most LEVELS and a quarter: bf16 has 8 bits.
+        return y + (INTEGER + ZERO)
+
+
+@triton.jit
+def soft_scale(m):
+    """A number that bf16 has, in fp32."""
+    top = tl.minimum(largest(tl.abs(m)), LARGEST)
+    return narrow(top, tl.bfloat16).to(tl.float32)
+
+
+@triton.jit
+def soft_code(m, scale, bits, DITHERED: tl.constexpr, PTX: tl.constexpr):
+    """2**23 + ZERO + the code."""
+    wide = scale[:, None]
+    if PTX:
+        y = (m * SOFT) * ptx_reciprocal(tl.maximum(wide, LEAST_SCALE) + tl.abs(m))
+    else:
+        y = tl.where(wide > 0.0, (m * SOFT) / tl.where(wide > 0.0, wide + tl.abs(m), 1.0), 0.0)
+    if DITHERED:
+        code = tl.minimum(rounded(tl.abs(y), bits, 0.0, True, PTX) - INTEGER, RATIO_LEVELS)
+        code = tl.where(m < 0.0, -code, tl.where(m > 0.0, code, 0.0)) + (INTEGER + ZERO)
+    else:
+        code = y + (INTEGER + ZERO)
+    # |y| is at most 127 and a quarter, or NaN or infinite by overflow.
+    top = tl.where(m < 0.0, INTEGER + (ZERO - RATIO_LEVELS), INTEGER + (ZERO + RATIO_LEVELS))
+    return tl.where(tl.abs(y) < SOFT, code, top)
+
+
+@triton.jit
+def root_of(code, scale, PTX: tl.constexpr):
+    """The root of a square."""
+    c = number_of(code, 0.0, PTX)
+    return (c * c) * scale[:, None]
+
+
+@triton.jit
+def decode(codes, scales, tables, MOMENTS: tl.constexpr, PTX: tl.constexpr):
+    moments = ()
+    for k in tl.static_range(len(MOMENTS)):
+        if MOMENTS[k][ROLE] == IS_SQUARE:
+            root = root_of(codes[k], scales[k], PTX)
+            moments = moments + (root * root,)  # noqa: RUF005 (Triton takes no `(*moments, x)`)
+        else:
+            c, a = number_of(codes[k], ZERO, PTX), scales[k].to(tl.float32)[:, None]
+            if MOMENTS[k][ROLE] == IS_RATIO:
+                root = root_of(codes[MOMENTS[k][PARTNER]], scales[MOMENTS[k][PARTNER]], PTX)
+                moments = moments + ((c * a) * root,)  # noqa: RUF005
+            elif PTX:
+                moments = moments + ((c * a) * ptx_reciprocal(SOFT - tl.abs(c)),)  # noqa: RUF005
+            else:
+                moments = moments + ((c * a) / (0.0 * c + SOFT - tl.abs(c)),)  # noqa: RUF005
+    return moments
+
+
+@triton.jit
+def scales(moments, MOMENTS: tl.constexpr, PTX: tl.constexpr):
+    out = ()
+    for k in tl.static_range(len(MOMENTS)):
+        if MOMENTS[k][ROLE] == IS_SQUARE:
+            scale = square_scale(moments[k], SQUARE_LEVELS, PTX)
+        elif MOMENTS[k][ROLE] == IS_RATIO:
+            ratio = ratio_of(moments[k], moments[MOMENTS[k][PARTNER]], PTX)
+            scale = ratio_scale(ratio, RATIO_LEVELS, PTX)
+        else:
+            scale = soft_scale(moments[k])
+        out = out + (scale,)  # noqa: RUF005
+    return out
+
+
+@triton.jit
+def encode(moments, scales, random, tables, K: tl.constexpr, MOMENTS: tl.constexpr,
+           PTX: tl.constexpr):  # fmt: skip
+    DITHERED: tl.constexpr = MOMENTS[K][STREAM] > 0
+    if MOMENTS[K][ROLE] == IS_SQUARE:
+        code = square_code(moments[K], scales[K], random[K], SQUARE_LEVELS, DITHERED, PTX)
+    elif MOMENTS[K][ROLE] == IS_RATIO:
+        ratio = ratio_of(moments[K], moments[MOMENTS[K][PARTNER]], PTX)
+        code = ratio_code(ratio, scales[K], random[K], RATIO_LEVELS, ZERO, DITHERED, PTX)
+    else:
+        code = soft_code(moments[K], scales[K], random[K], DITHERED, PTX)
+    return low_byte(code)
+
+
+def table(ptx: bool, device: torch.device) -> None:
+    """There is nothing to look up."""

@@ -1,0 +1,84 @@
+"""The format `ratio4` in Triton: two codes of `ratio8`'s kind, of 4 bits, in one byte."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from ...engines.triton.primitives import ROLE, STREAM
+from . import RATIO_LEVELS, SQUARE_LEVELS
+from .triton import (
+    IS_RATIO,
+    number_of,
+    ratio_code,
+    ratio_of,
+    ratio_scale,
+    root_of,
+    square_code,
+    square_scale,
+)
+
+SQUARE_LEVELS = tl.constexpr(float(SQUARE_LEVELS[4]))
+RATIO_LEVELS = tl.constexpr(float(RATIO_LEVELS[4]))
+ZERO = tl.constexpr(8.0)
+
+
+@triton.jit
+def lower(code, PTX: tl.constexpr):
+    """The lower halves of bytes."""
+    if PTX:  # of four at once
+        return tl.inline_asm_elementwise(
+            "and.b32 $0, $1, 0x0f0f0f0f;", "=r,r", [code], dtype=tl.uint8, is_pure=True, pack=4
+        )
+    else:  # noqa: RET505 (Triton takes a second return only in the other branch)
+        return code & 15
+
+
+@triton.jit
+def upper(code, PTX: tl.constexpr):
+    """The upper halves of bytes."""
+    if PTX:
+        return tl.inline_asm_elementwise(
+            "{ .reg .b32 h; shr.u32 h, $1, 4; and.b32 $0, h, 0x0f0f0f0f; }",
+            "=r,r", [code], dtype=tl.uint8, is_pure=True, pack=4,
+        )  # fmt: skip
+    else:  # noqa: RET505
+        return code >> 4
+
+
+@triton.jit
+def decode(codes, scales, tables, MOMENTS: tl.constexpr, PTX: tl.constexpr):
+    root = root_of(upper(codes[0], PTX), scales[1], PTX)
+    m = number_of(lower(codes[0], PTX), ZERO, PTX) * scales[0].to(tl.float32)[:, None] * root
+    if MOMENTS[0][ROLE] == IS_RATIO:
+        return m, root * root
+    else:  # noqa: RET505 (Triton takes a second return only in the other branch)
+        return root * root, m
+
+
+@triton.jit
+def scales(moments, MOMENTS: tl.constexpr, PTX: tl.constexpr):
+    M: tl.constexpr = 0 if MOMENTS[0][ROLE] == IS_RATIO else 1
+    ratio = ratio_of(moments[M], moments[1 - M], PTX)
+    return ratio_scale(ratio, RATIO_LEVELS, PTX), square_scale(moments[1 - M], SQUARE_LEVELS, PTX)
+
+
+@triton.jit
+def encode(moments, scales, random, tables, K: tl.constexpr, MOMENTS: tl.constexpr,
+           PTX: tl.constexpr):  # fmt: skip
+    M: tl.constexpr = 0 if MOMENTS[0][ROLE] == IS_RATIO else 1
+    V: tl.constexpr = 1 - M
+    ratio = ratio_of(moments[M], moments[V], PTX)
+    low = ratio_code(
+        ratio, scales[0], random[M], RATIO_LEVELS, ZERO, MOMENTS[M][STREAM] > 0, PTX
+    )
+    high = square_code(
+        moments[V], scales[1], random[V], SQUARE_LEVELS, MOMENTS[V][STREAM] > 0, PTX
+    )
+    both = low.to(tl.uint32, bitcast=True) + (high.to(tl.uint32, bitcast=True) << 4)
+    return both.to(tl.uint8)
+
+
+def table(ptx: bool, device: torch.device) -> None:
+    """There is nothing to look up."""
