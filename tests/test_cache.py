@@ -182,6 +182,7 @@ def test_processes_killed_while_they_compile(tmp_path):
 
 
 @FORK
+@pytest.mark.slow
 def test_a_full_disk(tmp_path):
     """Steps go on with the code in memory, all of them count, and one warning says why."""
     script = f"""

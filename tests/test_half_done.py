@@ -72,7 +72,6 @@ def compiled(name):
     return dispatch.load_engine(name)
 
 
-EARLY_AND_LATE = [pytest.param(after, marks=pytest.mark.slow) for after in (0.2, 2.5)]
 RUNS = {"torch": "TorchRun", "numba": "NumbaRun", "triton": "TritonRun"}
 
 
@@ -117,7 +116,8 @@ def test_an_interrupt_before_anything_is_written(engine, device, method, batch, 
     assert continues_like(optimizer, twin)
 
 
-@pytest.mark.parametrize("after", [1.0, *EARLY_AND_LATE])
+@pytest.mark.slow
+@pytest.mark.parametrize("after", [0.2, 1.0, 2.5])
 def test_an_interrupt_while_the_first_step_compiles(after, tmp_path):
     """A real signal, at some moment of compiling; the folder of compiled code is empty."""
     script = f"""
