@@ -5,9 +5,13 @@ inside `lowbit_optim.use_engine`. `device` is where that engine's tensors live.
 """
 
 import os
+from collections import Counter
 from functools import cache
 
 os.environ.setdefault("NUMBA_NUM_THREADS", "2")  # read when numba is first imported
+# Read when torch is. Else a thread that waits for work keeps its core from one that has some: two
+# processes of two threads each take several times as long on two cores.
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 import hypothesis
 import pytest
@@ -27,9 +31,50 @@ hypothesis.settings.load_profile("suite")
 WITHOUT_HALF = "lacks instructions for float16"
 
 
+def arguments_of(item):
+    """What a test is parametrized with, by name."""
+    return getattr(getattr(item, "callspec", None), "params", {})
+
+
 def runs_triton(item):
-    """Whether a test is one of those that are multiplied by engines, on Triton."""
-    return "triton" in getattr(getattr(item, "callspec", None), "params", {}).values()
+    """Whether a test whose mark speaks of Triton is one on Triton: all are that name no engine."""
+    engines = set(ENGINES).intersection(map(str, arguments_of(item).values()))
+    return not engines or "triton" in engines
+
+
+def covering(items, *names):
+    """One of a test's items for each value of its first named argument; a case counts by its class.
+
+    The values of the other arguments take turns, so that each of them is among those chosen.
+    Without a name it is one item.
+    """
+
+    def value(item, name):
+        argument = arguments_of(item)[name]
+        return name, str(getattr(argument, "name", argument))
+
+    by_first, uses = {}, Counter()
+    for item in items:
+        by_first.setdefault(tuple(value(item, name) for name in names[:1]), []).append(item)
+    for alike in by_first.values():
+        chosen = min(alike, key=lambda item: [uses[value(item, name)] for name in names[1:]])
+        uses.update(value(chosen, name) for name in names[1:])
+        yield chosen
+
+
+def spare_the_interpreter(items):
+    """Mark as slow what is too much for Triton's interpreter, all of a test or all but a few."""
+    spared = {}
+    for item in filter(runs_triton, items):
+        few = item.get_closest_marker("few_if_interpreted")
+        if few:
+            test = item.nodeid.partition("[")[0]
+            spared.setdefault((test, few.args), []).append(item)
+        elif item.get_closest_marker("slow_if_interpreted"):
+            item.add_marker(pytest.mark.slow)
+    for (_, arguments), test in spared.items():
+        for item in set(test).difference(covering(test, *arguments)):
+            item.add_marker(pytest.mark.slow)
 
 
 @cache
@@ -42,9 +87,7 @@ def numba_lacks_half():
 def pytest_collection_modifyitems(items):
     """Marks that depend on the machine."""
     if not torch.cuda.is_available():
-        for item in items:
-            if item.get_closest_marker("slow_if_interpreted") and runs_triton(item):
-                item.add_marker(pytest.mark.slow)
+        spare_the_interpreter(items)
     if numba_lacks_half():  # that warning is no error; test_numba_portable asks for it
         expected = pytest.mark.filterwarnings(f"ignore:.*{WITHOUT_HALF}:RuntimeWarning")
         for item in items:

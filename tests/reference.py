@@ -259,7 +259,7 @@ def ademamix(p, g, state, *, lr=1e-3, betas=(0.9, 0.999, 0.9999), alpha=5.0, t_a
     return p - lr * (_cautious(u, g, cautious) + weight_decay * p)
 
 
-def schedule_free(p, g, state, *, lr, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.0,
+def schedule_free_adamw(p, g, state, *, lr, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.0,
                   warmup_steps=0, r=0.0, weight_lr_power=2.0, max_unorm=0.0, maximize=False,
                   percentile_clipping=100):  # fmt: skip
     """Defazio et al., arXiv:2405.15682, eq. 4 to 6, with x itself; p is y, the gradient's place."""

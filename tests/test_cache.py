@@ -132,12 +132,13 @@ print(json.dumps([fresh, results]))
 def test_a_file_that_is_no_plain_file_of_this_user_is_not_read(tmp_path):
     """A link, a FIFO (opening one waits for a writer) and a file that others can write."""
     script = f"""
-import os
-results = []
+import os, shutil
+good, results = {str(tmp_path / "good")!r}, []
+in_a_fork(first_step, {VARIABLE}=good)
 for name in ("link", "fifo", "mode"):
     folder = Path({str(tmp_path)!r}) / name
+    shutil.copytree(good, folder)
     os.environ["{VARIABLE}"] = str(folder)
-    in_a_fork(first_step)
     for path in folder.glob("*.code"):
         if name == "mode":
             path.chmod(0o666)
@@ -181,6 +182,7 @@ def test_processes_killed_while_they_compile(tmp_path):
 
 
 @FORK
+@pytest.mark.slow
 def test_a_full_disk(tmp_path):
     """Steps go on with the code in memory, all of them count, and one warning says why."""
     script = f"""

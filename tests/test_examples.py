@@ -13,7 +13,11 @@ import lowbit_optim
 
 FOLDER = Path(__file__).resolve().parent.parent / "examples"
 FRAMEWORKS = {"hf_trainer.py"}  # they need more; tests/frameworks runs them
-SCRIPTS = sorted({path.name for path in FOLDER.glob("*.py")} - FRAMEWORKS)
+SLOW = {"fsdp2.py"}  # it starts processes
+SCRIPTS = [
+    pytest.param(name, marks=[pytest.mark.slow] if name in SLOW else [])
+    for name in sorted({path.name for path in FOLDER.glob("*.py")} - FRAMEWORKS)
+]
 
 
 @pytest.mark.parametrize("script", SCRIPTS)

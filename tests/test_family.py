@@ -170,6 +170,7 @@ def test_lans_refuses_bounds_out_of_order():
 
 @BITS
 @BY_VARIANT
+@pytest.mark.few_if_interpreted("name", "bits")
 def test_zero_gradient_and_zero_lr_move_nothing(engine, device, name, options, bits):
     """Fresh state, state with a history, and a parameter of zeros; eps = 0 too."""
     history = [gradient(1), gradient(2)]
@@ -187,6 +188,7 @@ def test_zero_gradient_and_zero_lr_move_nothing(engine, device, name, options, b
 
 @BITS
 @BY_VARIANT
+@pytest.mark.few_if_interpreted("name", "bits")
 def test_a_bad_gradient_element_damages_only_itself(engine, device, name, options, bits):
     p = parameter(device=device)
     bad = gradient(1)
@@ -262,6 +264,7 @@ def test_lamb_moves_by_lr_times_the_norm(amsgrad):
 
 
 @BITS
+@pytest.mark.few_if_interpreted
 def test_lans_does_not_see_the_gradients_scale(engine, device, bits):
     steps = 3 if engine == "triton" else 6
     runs = []

@@ -11,6 +11,7 @@ from lowbit_optim_kernels import dispatch
 from protocol import (
     CLASSES,
     ONE_PER_CLASS,
+    SHAPES,
     all_parameters,
     build,
     give_gradients,
@@ -81,8 +82,10 @@ def test_an_interrupt_before_anything_is_written(engine, device, method, batch, 
     if engine == "triton" and (method, batch) != ("combine", 1):
         pytest.skip("one case is enough for the interpreter: dispatch does the work")
 
+    shapes = SHAPES if engine != "triton" else [(300,)]
+
     def groups():
-        made = [parameters(), parameters(seed=7)]
+        made = [parameters(shapes=shapes), parameters(shapes=shapes, seed=7)]
         return [{"params": [p.detach().to(device).requires_grad_() for p in one]} for one in made]
 
     options = {"lr": 0.1, "momentum": 0.9, "percentile_clipping": 5, "min_8bit_size": 1}
@@ -113,6 +116,7 @@ def test_an_interrupt_before_anything_is_written(engine, device, method, batch, 
     assert continues_like(optimizer, twin)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("after", [0.2, 1.0, 2.5])
 def test_an_interrupt_while_the_first_step_compiles(after, tmp_path):
     """A real signal, at some moment of compiling; the folder of compiled code is empty."""
@@ -157,6 +161,7 @@ except KeyboardInterrupt:
 
 @pytest.mark.parametrize("case", [ONE_PER_CLASS[0], ONE_PER_CLASS[-1]], ids=lambda case: case.name)
 @pytest.mark.parametrize("bits", [8, 32])
+@pytest.mark.few_if_interpreted("case", "bits")
 def test_steps_are_counted_beyond_what_fp32_can(case, bits, engine, device):
     if engine == "triton" and not case.fused:
         pytest.skip("torch operators step it, the engine only codes moments")

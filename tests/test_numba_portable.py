@@ -50,6 +50,7 @@ def run(cpu, script, tmp_path):
     return python(START + script, timeout=240, LOWBIT_OPTIM_CACHE_DIR=str(tmp_path), **chosen)
 
 
+@pytest.mark.slow
 def test_steps_are_as_on_torch(cpu, tmp_path):
     script = """
 for cls, options in ((lowbit_optim.AdamW8bit, {}), (lowbit_optim.LARS8bit, {"momentum": 0.9})):

@@ -111,12 +111,14 @@ def test_import_loads_no_compiler():
 
 
 def test_import_is_quick():
-    # The quickest of five: a busy machine makes an import slower, never faster.
+    # The quickest of up to five: a busy machine makes an import slower, never faster.
     script = (
         "import time, torch; t = time.perf_counter(); import lowbit_optim;"
         "print(time.perf_counter() - t)"
     )
-    seconds = [float(python(script)) for _ in range(5)]
+    seconds = []
+    while len(seconds) < 5 and min(seconds, default=MAX_IMPORT_SECONDS) >= MAX_IMPORT_SECONDS:
+        seconds.append(float(python(script)))
     assert min(seconds) < MAX_IMPORT_SECONDS, seconds
 
 
@@ -179,16 +181,23 @@ def test_program_is_in_the_readme_of_benchmarks(name):
     assert f"`python -m {name}`" in readme
 
 
-@pytest.mark.parametrize("name", PROGRAMS)
-def test_program_says_what_it_takes(name):
+def test_programs_say_what_they_take():
+    """As `python -m` runs them, one after the other in one process."""
     pytest.importorskip("typer")
-    done = subprocess.run(
-        [sys.executable, "-m", name, "--help"],
-        env={**os.environ, "PYTHONPATH": os.pathsep.join((str(ROOT), str(ROOT / "kernels")))},
-        cwd=ROOT, capture_output=True, text=True, check=False,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    assert "usage:" in done.stdout.lower()
+    script = f"""
+import contextlib, io, runpy, sys
+sys.argv[1:] = ["--help"]
+for name in {PROGRAMS!r}:
+    said = io.StringIO()
+    try:
+        with contextlib.redirect_stdout(said):
+            runpy.run_module(name, run_name="__main__", alter_sys=True)
+    except SystemExit as end:
+        assert not end.code, name
+    assert "usage:" in said.getvalue().lower(), name
+    sys.modules.pop(name, None)
+"""
+    python(script)
 
 
 def test_only_programs_are_named_as_commands():

@@ -51,6 +51,7 @@ def moments(state):
 
 @OPTIONS
 @pytest.mark.parametrize("noise", [0.1, 0.01])
+@pytest.mark.few_if_interpreted("noise", "options")
 def test_8_bits_follow_32_where_the_gradient_hardly_changes(engine, device, options, noise):
     """Where the mean square and the mean are rounded, their difference is nothing but rounding."""
     size = SIZE if engine == "numba" else 300

@@ -7,6 +7,7 @@ import lowbit_optim
 import sharded
 
 pytestmark = pytest.mark.timeout(300)
+LARGER = [pytest.param(world, marks=pytest.mark.slow) for world in (3, 4)]
 
 
 @pytest.fixture(autouse=True)
@@ -40,7 +41,7 @@ def assert_same(got, want, exact):
                 assert torch.equal(x, b[key]), key
 
 
-@pytest.mark.parametrize("world", [2, 3, 4])
+@pytest.mark.parametrize("world", [2, *LARGER])
 def test_ranks_equal_one_process(world, tmp_path):
     sharded.run(world, sharded.steps_of_all, str(tmp_path))
     results = torch.load(tmp_path / f"world{world}.pt")
@@ -56,7 +57,7 @@ def saved(tmp_path_factory):
     return folder
 
 
-@pytest.mark.parametrize("world", [1, 3, 4])
+@pytest.mark.parametrize("world", [pytest.param(1, marks=pytest.mark.slow), *LARGER])
 def test_checkpoints_are_continued_by_any_number_of_ranks(world, saved):
     (saved / "rendezvous").unlink(missing_ok=True)
     sharded.run(world, sharded.load, str(saved))

@@ -8,6 +8,7 @@ import ast
 import inspect
 import itertools
 import re
+from functools import lru_cache
 from pathlib import Path
 
 import numpy as np
@@ -143,18 +144,24 @@ class Recorder:
         return names
 
 
+@lru_cache(maxsize=1)  # for every pass of a rule
+def generated(rule, kind, bits):
+    """The module that is generated, compiled without its imports, and the names these are of."""
+    tree = ast.parse(numba_source.element_module(rule, kind, kind, FORMATS[OF_BITS[bits]]))
+    imports = [node for node in tree.body if isinstance(node, ast.ImportFrom)]
+    tree.body = [node for node in tree.body if node not in imports]
+    imported = {x.asname or x.name for node in imports for x in node.names} - {"*"}
+    return compile(tree, rule.name, "exec"), imported
+
+
 def touched(rule, name, kind, bits):
     """Addresses that pass `name` of the generated code reads and writes, by operand."""
     keys = [moment.key for moment in rule.moments]
     recorder = Recorder(["p", "g", "step", *keys, *(f"absmax_{key}" for key in keys)])
-    text = numba_source.element_module(rule, kind, kind, FORMATS[OF_BITS[bits]])
     names = recorder.namespace()
-    tree = ast.parse(text)
-    imports = [node for node in tree.body if isinstance(node, ast.ImportFrom)]
-    imported = {x.asname or x.name for node in imports for x in node.names} - {"*"}
+    code, imported = generated(rule, kind, bits)
     assert imported <= set(names), "the recorder has every primitive"
-    tree.body = [node for node in tree.body if node not in imports]
-    exec(compile(tree, name, "exec"), names)
+    exec(code, names)
     columns = len(recorder.operands)
     address = np.arange(columns, dtype=np.int64)[None] * AREA
     geometry = np.array([[ROWS, ROW, BLOCKS // ROWS, ROWS * ROW]])

@@ -42,7 +42,7 @@ def test_float64_equals_the_reference(case):
 
 
 @BY_ID
-@pytest.mark.slow_if_interpreted
+@pytest.mark.few_if_interpreted("case")
 def test_single_precision_equals_the_reference(engine, device, case):
     names = FEW if engine == "triton" else list(cases.TRACKS)
     tracks = [cases.TRACKS[name] for name in names]
@@ -55,7 +55,7 @@ def test_single_precision_equals_the_reference(engine, device, case):
 
 
 @STATEFUL
-@pytest.mark.slow_if_interpreted
+@pytest.mark.few_if_interpreted("case")
 def test_eight_bits_equal_the_reference_through_the_codec(engine, device, case):
     """The naive rule with naively quantized moments: a code differs only by rounding at a midpoint,
     and where one does, that weight's later steps may."""
@@ -149,7 +149,7 @@ MIXES = [
 
 @pytest.mark.parametrize("case", cases.one_per_class(), ids=lambda case: case.id)
 @pytest.mark.parametrize(("p_dtype", "g_dtype"), MIXES, ids=str)
-@pytest.mark.slow_if_interpreted
+@pytest.mark.few_if_interpreted("p_dtype", "g_dtype", "case")
 def test_half_precision_rounds_once_a_step(engine, device, case, p_dtype, g_dtype):
     """The reference with p rounded to its dtype after every step; fp32 states on both sides."""
     tracks, steps = [cases.Track((300,)), cases.Track((4, 70))], 4
@@ -185,7 +185,7 @@ def spread(x):
 
 @pytest.mark.parametrize("bits", [8, 32])
 @pytest.mark.parametrize("case", cases.one_per_class(), ids=lambda case: case.id)
-@pytest.mark.slow_if_interpreted
+@pytest.mark.few_if_interpreted("bits", "case")
 def test_memory_layout_changes_nothing(engine, device, case, bits):
     """Strided, transposed and channels_last parameters and gradients: as contiguous ones."""
     shape, steps = (4, 5, 6, 7), 3

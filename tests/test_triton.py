@@ -84,6 +84,7 @@ def assert_same(got, want, rtol, other_codes=0.001):
 
 @BITS
 @pytest.mark.parametrize("variant", ["AdamW", "LARS-trust"])
+@pytest.mark.few_if_interpreted("variant", "bits")
 def test_every_shape_is_as_on_torch(variant, bits):
     got = walk("triton", variant, bits, SHAPES)
     # A code on the other side of a midpoint moves a weight by a fraction of lr.
@@ -92,6 +93,7 @@ def test_every_shape_is_as_on_torch(variant, bits):
 
 @BITS
 @BY_VARIANT
+@pytest.mark.few_if_interpreted("variant", "bits")
 def test_every_variant_is_as_on_torch(variant, bits):
     got = walk("triton", variant, bits, FEW)
     assert_same(got, walk("torch", variant, bits, FEW), 1e-4 if bits == 8 else 1e-6)
@@ -191,7 +193,8 @@ def step_groups(variant, groups):
     return params, [states[p] for p in params], kinds
 
 
-@pytest.mark.parametrize("variant", ["AdamW-clipped", "AdamW-cap", "LARS-trust"])
+@pytest.mark.parametrize("variant", ["LARS-trust", "AdamW-clipped", "AdamW-cap"])
+@pytest.mark.few_if_interpreted
 def test_a_group_of_many_kinds_steps_each_tensor_as_alone(variant, launches):
     every = range(len(MIXED))
     want, wanted, kinds = step_groups(variant, [[i] for i in every])

@@ -73,6 +73,12 @@ def coarsen(optimizer: torch.optim.Optimizer, every: int) -> None:
     optimizer.register_step_post_hook(after)
 
 
+def switch(optimizer: torch.optim.Optimizer, mode: str) -> None:
+    """`optimizer.train()` or `optimizer.eval()`, where the model is an average of its steps."""
+    if hasattr(optimizer, mode):
+        getattr(optimizer, mode)()
+
+
 def train(
     task: workloads.Task,
     entry: registry.Entry,
@@ -104,6 +110,7 @@ def train(
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: schedule(step, steps))
     result = {"weights": fingerprint(model), "params": sum(p.numel() for p in model.parameters())}
     losses, step_ms, finite = [], [], True
+    switch(optimizer, "train")
     for step in range(steps):
         inputs, targets = task.batch(data, batches)
         loss = task.loss(model, inputs.to(device), targets.to(device))
@@ -119,6 +126,7 @@ def train(
         if step % _REPORT_EVERY == 0 or step == steps - 1:
             progress("step", seed=seed, step=step + 1, loss=value)
     model.eval()
+    switch(optimizer, "eval")
     with torch.no_grad():
         quality = task.quality(model, data, device) if finite else None
     result.update(quality=quality, losses=losses, step_ms=step_ms)
