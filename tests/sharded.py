@@ -287,8 +287,10 @@ def others(rank, world, folder):
     fit(model, build("LANS8bit", model.parameters(), min_8bit_size=256), 4, inputs)
     results["ddp"] = [p.detach() for p in model.parameters()]
     model = torch.nn.parallel.DistributedDataParallel(mlp())
+    options = {"lr": 1e-2, "weight_decay": 0.1, "min_8bit_size": 256}
+    # Each rank's optimizer counts its own parameters from 0, and so has other random bits.
     optimizer = ZeroRedundancyOptimizer(
-        model.parameters(), lowbit_optim.AdamW8bit, lr=1e-2, weight_decay=0.1, min_8bit_size=256
+        model.parameters(), lowbit_optim.AdamW8bit, **options, dither=False
     )
     fit(model, optimizer, 4, inputs)
     results["zero"] = [p.detach() for p in model.parameters()]
