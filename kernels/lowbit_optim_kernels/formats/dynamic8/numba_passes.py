@@ -39,6 +39,8 @@ from .numba import (
     inverse_of,
     place_s,
     place_u,
+    put_dithered_s_64,
+    put_dithered_u_64,
     put_s_64,
     put_u_64,
 )
@@ -121,22 +123,28 @@ def update_block(*ARGUMENTS):
                     j = i + 16 * quarter
                     update_elements()
                     for m in MOMENTS:
-                        if not m.stream:
+                        if m.stream:
+                            place[m, quarter] = (dither_s if m.signed else dither_u)(
+                                load_f32(past + ROW * m.row + 4 * (j - BLOCK)),
+                                inverse[m],
+                                fractions(bits[m]),
+                            )
+                            bits[m] = next_bits(bits[m])
+                        else:
                             place[m, quarter] = (place_s if m.signed else place_u)(
                                 load_f32(past + ROW * m.row + 4 * (j - BLOCK)), inverse[m]
                             )
                 for m, codes in zip(MOMENTS, ELEMENT_PARTS):
-                    if not m.stream:
+                    if m.stream:
+                        (put_dithered_s_64 if m.signed else put_dithered_u_64)(
+                            *(place[m, quarter] for quarter in (0, 1, 2, 3)),
+                            at[codes] + (i - BLOCK)
+                        )
+                    else:
                         (put_s_64 if m.signed else put_u_64)(
                             *(place[m, quarter] for quarter in (0, 1, 2, 3)),
                             at[codes] + (i - BLOCK)
                         )
-            for m, codes in zip(MOMENTS, ELEMENT_PARTS):
-                if m.stream:
-                    (encode_dithered_s if m.signed else encode_dithered_u)(
-                        past + ROW * m.row + 4 * (start - BLOCK), inverse[m],
-                        at[codes] + (start - BLOCK), BLOCK, bits[m]
-                    )
         new_scales()
     for m, codes in zip(MOMENTS, ELEMENT_PARTS):
         if m.stream:
