@@ -3,7 +3,8 @@
 `decode_s_64` and `decode_u_64` give the codebook values of 64 codes as four vectors. Encoding has
 two steps, so that a loop can spread it between other work: `place_s` and `place_u` find the places
 of 16 fp32 numbers, `put_s_64` and `put_u_64` store the codes of four such vectors; `dither_s`,
-`put_dithered_s_64` and so on are the same by dither. The instructions are chosen when this module is imported, from the CPU features that Numba compiles for:
+`put_dithered_s_64` and so on are the same by dither. The instructions are chosen when this module
+is imported, from the CPU features that Numba compiles for:
 
     AVX-512 VBMI   decode by 256-entry tables of bytes held in registers
     AVX-512, AVX2  encode by tables of slopes and octaves, held in registers or in the first cache
@@ -226,10 +227,7 @@ def _never_zero(b: ir.IRBuilder, x: ir.Value, inverse: ir.Value) -> ir.Value:
 
 def _position_by_tables(b: ir.IRBuilder, x: ir.Value, inverse: ir.Value, signed: bool) -> ir.Value:
     """Signed: code - 127; unsigned: code + 1, or less for zero; i32 lanes."""
-    if signed:
-        q = _scaled(b, x, inverse)
-    else:
-        q = _never_zero(b, x, inverse)
+    q = _scaled(b, x, inverse) if signed else _never_zero(b, x, inverse)
     bits = b.bitcast(q, vector(i32))
     octave = b.lshr(bits, fill(i32, 23))  # a permutation looks at the low five bits only
     moved = b.add(bits, _octave(b, signed, octave))  # keeps the sign of q
@@ -366,8 +364,8 @@ def _dithered(
 ) -> ir.Value:
     """Places of 16 numbers by dither, as i32 lanes.
 
-    With AVX-512 those of `_position_by_tables` where it is signed, else codes that are too large, or
-    negative for zero; without AVX-512 codes.
+    With AVX-512 those of `_position_by_tables` where it is signed, else codes that may be too
+    large, or negative for zero; without AVX-512 codes.
     """
     q = b.fmul(x, inverse) if signed else _never_zero(b, x, inverse)
     y = fabs(b, q) if signed else q
@@ -526,9 +524,5 @@ def _block_functions(
     return compiled(decode), compiled(encode), compiled(encode_dithered)
 
 
-decode_s, encode_s, encode_dithered_s = _block_functions(
-    "signed", decode_s_64, *_signed
-)
-decode_u, encode_u, encode_dithered_u = _block_functions(
-    "unsigned", decode_u_64, *_unsigned
-)
+decode_s, encode_s, encode_dithered_s = _block_functions("signed", decode_s_64, *_signed)
+decode_u, encode_u, encode_dithered_u = _block_functions("unsigned", decode_u_64, *_unsigned)

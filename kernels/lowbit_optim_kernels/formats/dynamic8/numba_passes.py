@@ -138,12 +138,12 @@ def update_block(*ARGUMENTS):
                     if m.stream:
                         (put_dithered_s_64 if m.signed else put_dithered_u_64)(
                             *(place[m, quarter] for quarter in (0, 1, 2, 3)),
-                            at[codes] + (i - BLOCK)
+                            at[codes] + (i - BLOCK),
                         )
                     else:
                         (put_s_64 if m.signed else put_u_64)(
                             *(place[m, quarter] for quarter in (0, 1, 2, 3)),
-                            at[codes] + (i - BLOCK)
+                            at[codes] + (i - BLOCK),
                         )
         new_scales()
     for m, codes in zip(MOMENTS, ELEMENT_PARTS):
