@@ -1,4 +1,4 @@
-"""The Numba engine on the formats `ratio8` and `ratio4`, dither and master weights, against torch."""
+"""The Numba engine on `ratio8` and `ratio4`, dither and master weights, against torch."""
 
 import numpy as np
 import pytest
@@ -36,9 +36,7 @@ def run(engine, name, shapes=SHAPES, steps=3, dtype=torch.float32, gradient=None
                 if gradient is not None:
                     gradient(p.grad)
             optimizer.step()
-    states = [
-        {k: x for k, x in optimizer.state[p].items() if torch.is_tensor(x)} for p in params
-    ]
+    states = [{k: x for k, x in optimizer.state[p].items() if torch.is_tensor(x)} for p in params]
     return [p.detach() for p in params], states
 
 
@@ -135,9 +133,7 @@ def test_master_weights_are_as_on_torch(bits, name, options):
 def test_without_a_learning_rate_no_weight_moves(state_format, bits):
     steps = {"name": "AdamW8bit", "dtype": torch.bfloat16, "lr": 0.0, "weight_decay": 0.0}
     steps.update(state_format=state_format, optim_bits=4 if state_format == "ratio4" else 8)
-    before, after = (
-        run("numba", steps=n, master_weight_bits=bits, **steps)[0] for n in (0, 2)
-    )
+    before, after = (run("numba", steps=n, master_weight_bits=bits, **steps)[0] for n in (0, 2))
     assert all(map(torch.equal, before, after))
 
 
@@ -176,13 +172,21 @@ def test_threads_change_nothing(case):
         torch.set_num_threads(count)
         results.append(run("numba", name, [(300, 400), (200_000,)], 2, **options))
     torch.set_num_threads(threads)
-    for p, q, state, other in zip(*results[0][:1], *results[1][:1], results[0][1], results[1][1]):
+    (params, states), (others, other_states) = results
+    for p, q, state, other in zip(params, others, states, other_states, strict=True):
         assert torch.equal(p, q)
         assert all(torch.equal(state[key], other[key]) for key in state)
 
 
 RULE = with_dither(adam.adam_rule(False, False, False), frozenset({"exp_avg", "exp_avg_sq"}))
-HYPER = {"lr": 0.01, "beta1": 0.9, "beta2": 0.99, "eps": 1e-8, "weight_decay": 0.0, "decoupled": 1.0}
+HYPER = {
+    "lr": 0.01,
+    "beta1": 0.9,
+    "beta2": 0.99,
+    "eps": 1e-8,
+    "weight_decay": 0.0,
+    "decoupled": 1.0,
+}
 
 
 def slot_of(shape, format, bits, p, g, before=0, weights_before=0):
@@ -224,7 +228,13 @@ def test_a_shard_is_a_piece_of_the_whole(format, row):
     layouts = [Layout.of((8, row), block) for block in (format.block, WEIGHT_BLOCK)]
     before = [x.blocks_before(5) for x in layouts]
     part = slot_of(
-        (3, row), format, 24, p[5:], g[5:], first + before[0], whole.weight_blocks_before + before[1]
+        (3, row),
+        format,
+        24,
+        p[5:],
+        g[5:],
+        first + before[0],
+        whole.weight_blocks_before + before[1],
     )
     want = stepped("torch", slot_of((8, row), format, 24, p, g, first, whole.weight_blocks_before))
     got, piece = stepped("numba", whole), stepped("numba", part)

@@ -34,9 +34,12 @@ def walk(engine, cls, dtype, **options):
     return [p.detach().float() for p in params], optimizer
 
 def other_codes(cls, **options):
-    got, want = (walk(engine, cls, torch.float32, **options)[1].state for engine in ("numba", "torch"))
-    pairs = [(x, y) for s, t in zip(got.values(), want.values()) for x, y in zip(s.values(), t.values())]
-    return sum(int((x != y).sum()) for x, y in pairs if x.dtype == torch.uint8)
+    count = 0
+    optimizers = [walk(engine, cls, torch.float32, **options)[1] for engine in ("numba", "torch")]
+    for states in zip(*(optimizer.state.values() for optimizer in optimizers)):
+        for x, y in zip(*(state.values() for state in states)):
+            count += int((x != y).sum()) if x.dtype == torch.uint8 else 0
+    return count
 
 def farthest(cls, dtype, **options):
     got, want = (walk(engine, cls, dtype, **options)[0] for engine in ("numba", "torch"))

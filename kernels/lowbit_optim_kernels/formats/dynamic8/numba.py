@@ -2,8 +2,9 @@
 
 `decode_s_64` and `decode_u_64` give the codebook values of 64 codes as four vectors. Encoding has
 two steps, so that a loop can spread it between other work: `place_s` and `place_u` find the places
-of 16 fp32 numbers, `dither_s` and `dither_u` those by dither, `put_s_64` and `put_u_64` store the codes of four such vectors. The instructions
-are chosen when this module is imported, from the CPU features that Numba compiles for:
+of 16 fp32 numbers, `put_s_64` and `put_u_64` store the codes of four such vectors; `dither_s`,
+`put_dithered_s_64` and so on are the same by dither. The instructions are chosen when this module
+is imported, from the CPU features that Numba compiles for:
 
     AVX-512 VBMI   decode by 256-entry tables of bytes held in registers
     AVX-512, AVX2  encode by tables of slopes and octaves, held in registers or in the first cache
@@ -49,6 +50,7 @@ from .numba_tables import (
     OFFSET,
     book,
     dithered_slopes,
+    line_tables,
     octave_table,
     segments,
     slope_table,
@@ -64,7 +66,7 @@ HAS_AVX2 = {"avx2", "fma"} <= _features
 HAS_VBMI = HAS_AVX512 and "avx512vbmi" in _features
 HAS_SSE41 = "sse4.1" in _features or "sse4.2" in _features or "avx" in _features
 
-MANTISSA, ONE, BELOW_TWO, TWO = 0x007FFFFF, 0x3F800000, 0x3FFFFFFF, 0x40000000  # bit patterns of fp32
+MANTISSA, ONE, BELOW_TWO = 0x007FFFFF, 0x3F800000, 0x3FFFFFFF  # bit patterns of fp32
 # What absmax is divided into, and between what that needs no care.
 ONE_DOWN, LEAST, MOST = np.float32(2.0**DOWN), np.float32(2.0**-28), np.float32(2.0**28)
 # One ulp of the smallest midpoint, about 2**-22, times 2**DOWN.
@@ -225,10 +227,7 @@ def _never_zero(b: ir.IRBuilder, x: ir.Value, inverse: ir.Value) -> ir.Value:
 
 def _position_by_tables(b: ir.IRBuilder, x: ir.Value, inverse: ir.Value, signed: bool) -> ir.Value:
     """Signed: code - 127; unsigned: code + 1, or less for zero; i32 lanes."""
-    if signed:
-        q = _scaled(b, x, inverse)
-    else:
-        q = _never_zero(b, x, inverse)
+    q = _scaled(b, x, inverse) if signed else _never_zero(b, x, inverse)
     bits = b.bitcast(q, vector(i32))
     octave = b.lshr(bits, fill(i32, 23))  # a permutation looks at the low five bits only
     moved = b.add(bits, _octave(b, signed, octave))  # keeps the sign of q
@@ -254,13 +253,16 @@ def _codes_of(b: ir.IRBuilder, x: ir.Value, position: ir.Value, signed: bool) ->
     return code
 
 
-def _pack_codes(b: ir.IRBuilder, positions: list, signed: bool) -> ir.Value:
-    """Four vectors of positions as 64 codes; saturating makes -1.0 code 0, unsigned zero too."""
+def _pack_codes(b: ir.IRBuilder, positions: list, zero: int) -> ir.Value:
+    """Four vectors of positions as 64 codes, to which `zero` is added.
+
+    Saturating makes -1.0 code 0, unsigned zero too.
+    """
     halves = []
     for i in (0, 2):
         name = "llvm.x86.avx512.packssdw.512"
         packed = call(b, name, vector(i16, 32), positions[i], positions[i + 1])
-        halves.append(b.add(packed, fill(i16, 127 if signed else -1, 32)))
+        halves.append(b.add(packed, fill(i16, zero, 32)) if zero else packed)
     packed = call(b, "llvm.x86.avx512.packuswb.512", vector(i8, 64), *halves)
     words = b.bitcast(packed, vector(i32))
     return b.bitcast(shuffle(b, words, words, TRANSPOSE), vector(i8, 64))
@@ -307,7 +309,7 @@ def _segment_by_comparing(
     return scale, slope
 
 
-def _line(b: ir.IRBuilder, n: ir.Value, y: ir.Value, slope: ir.Value) -> ir.Value:
+def _line(b: ir.IRBuilder, n: ir.Value, slope: ir.Value, y: ir.Value) -> ir.Value:
     """The z of `numba_tables`, with (F + 2 (2 n - 1)) / 3 = n (v + 4) / 3 - 5 / 6 and so on."""
 
     def linear(x: ir.Value, factor: float | ir.Value, offset: float) -> ir.Value:
@@ -322,12 +324,34 @@ def _line(b: ir.IRBuilder, n: ir.Value, y: ir.Value, slope: ir.Value) -> ir.Valu
     return least(linear(v, n, -0.5), linear(near_ends, n, -5.0 / 6.0))
 
 
+def _line_by_tables(b: ir.IRBuilder, q: ir.Value, y: ir.Value, signed: bool) -> ir.Value:
+    """The same with AVX-512 by tables of lines, in codes where it is unsigned."""
+    bits = b.bitcast(q, vector(i32))
+    moved = b.add(bits, _octave(b, signed, b.lshr(bits, fill(i32, 23))))
+    segment = b.lshr(moved, fill(i32, 23))
+    name = "llvm.x86.avx512.permvar.sf.512"
+    tables = [constant(f32, table) for table in line_tables(signed).astype(np.float32)]
+    slope, *offsets = (call(b, name, vector(f32), table, segment) for table in tables)
+
+    def line(x: ir.Value, factor: ir.Value, offset: ir.Value) -> ir.Value:
+        return call(b, "llvm.fma.v16f32", vector(f32), x, factor, offset)
+
+    z = f = line(y, slope, offsets[0])
+    for factor, offset in zip((1.0 / 3.0, 5.0 / 3.0), offsets[1:], strict=True):
+        other = line(f, fill(f32, factor), offset)
+        z = b.select(b.fcmp_ordered("<", other, z), other, z)
+    return z
+
+
+def _to_integers(b: ir.IRBuilder, x: ir.Value, how: ir.Constant) -> ir.Value:
+    """With AVX-512; NaN gives the lowest."""
+    name = "llvm.x86.avx512.mask.cvtps2dq.512"
+    kept, mask = fill(i32, 0), ir.Constant(i16, 0xFFFF)
+    return call(b, name, vector(i32), x, kept, mask, how)
+
+
 def _floor(b: ir.IRBuilder, x: ir.Value) -> ir.Value:
     """Integers below numbers, in i32 lanes."""
-    if HAS_AVX512:
-        name = "llvm.x86.avx512.mask.cvtps2dq.512"
-        kept, mask = fill(i32, 0), ir.Constant(i16, 0xFFFF)
-        return call(b, name, vector(i32), x, kept, mask, DOWNWARD)
     if HAS_SSE41:
         return b.fptosi(call(b, "llvm.floor.v16f32", vector(f32), x), vector(i32))
     cut = b.fptosi(x, vector(i32))
@@ -338,30 +362,35 @@ def _floor(b: ir.IRBuilder, x: ir.Value) -> ir.Value:
 def _dithered(
     b: ir.IRBuilder, x: ir.Value, inverse: ir.Value, random: ir.Value, signed: bool
 ) -> ir.Value:
-    """Places of 16 numbers by dither, see `_position_by_tables`; without AVX-512 codes."""
+    """Places of 16 numbers by dither, as i32 lanes.
+
+    With AVX-512 those of `_position_by_tables` where it is signed, else codes that may be too
+    large, or negative for zero; without AVX-512 codes.
+    """
     q = b.fmul(x, inverse) if signed else _never_zero(b, x, inverse)
     y = fabs(b, q) if signed else q
-    if HAS_AVX2 or HAS_AVX512:
-        n, slope = _segment_by_tables(b, q, signed)
+    if HAS_AVX512:
+        z = _line_by_tables(b, q, y, signed)
+    elif HAS_AVX2:
+        z = _line(b, *_segment_by_tables(b, q, signed), y)
     else:
-        n, slope = _segment_by_comparing(b, y, signed, dithered_slopes(signed))
-    z = _line(b, n, y, slope)
-    top = fill(f32, 128.0 if signed else 256.0)
+        z = _line(b, *_segment_by_comparing(b, y, signed, dithered_slopes(signed)), y)
     if signed:
-        z = b.select(b.fcmp_ordered(">", z, fill(f32, 0.0)), z, fill(f32, 0.0))
+        if not HAS_AVX512:
+            z = b.select(b.fcmp_ordered(">", z, fill(f32, 0.0)), z, fill(f32, 0.0))
         z = call(b, "llvm.copysign.v16f32", vector(f32), z, q)
     z = b.fadd(z, random, flags=("contract",))
-    if not signed:  # in segment 1 and above, no code below that of the least positive number
-        least = b.and_(b.bitcast(n, vector(i32)), fill(i32, TWO))  # 2, or 0 for zero's n of 1
-        least = b.bitcast(least, vector(f32))
-        z = b.select(b.fcmp_ordered(">", z, least), z, least)
-    if HAS_AVX512:
-        return _floor(b, z) if signed else b.fptosi(z, vector(i32))
+    if HAS_AVX512 and signed:
+        return _to_integers(b, z, DOWNWARD)
+    if HAS_AVX512:  # a positive number never becomes zero
+        least = fill(f32, 1.0)
+        return _to_integers(b, b.select(b.fcmp_ordered(">", least, z), least, z), DOWNWARD)
+    top = fill(f32, 128.0 if signed else 256.0)
     z = b.select(b.fcmp_ordered("<", z, top), z, top)
-    return _codes_of(b, x, _floor(b, z) if signed else b.fptosi(z, vector(i32)), signed)
+    return _codes_of(b, x, _floor(b, z), signed)
 
 
-def _encoder(signed: bool) -> tuple[Callable, Callable, Callable]:
+def _encoder(signed: bool) -> tuple[Callable, ...]:
     @intrinsic
     def place(typing, x, inverse):
         """The places of 16 numbers: i32 lanes, as the bits of a vector of fp32."""
@@ -388,28 +417,33 @@ def _encoder(signed: bool) -> tuple[Callable, Callable, Callable]:
 
         return F(F, types.float32, F), emit
 
-    @intrinsic
-    def put_64(typing, x, y, z, w, target):
-        """Store the codes of four vectors of places at an address."""
+    def put(zero: int) -> Callable:
+        @intrinsic
+        def put_64(typing, x, y, z, w, target):
+            """Store the codes of four vectors of places at an address."""
 
-        def emit(context, b, signature, args):
-            places, target = [b.bitcast(x, vector(i32)) for x in args[:4]], args[4]
-            if HAS_AVX512:
-                packed = _pack_codes(b, places, signed)
-                b.store(packed, pointer(b, target, vector(i8, 64)), align=1)
+            def emit(context, b, signature, args):
+                places, target = [b.bitcast(x, vector(i32)) for x in args[:4]], args[4]
+                if HAS_AVX512:
+                    packed = _pack_codes(b, places, zero)
+                    b.store(packed, pointer(b, target, vector(i8, 64)), align=1)
+                    return context.get_dummy_value()
+                for k, codes in enumerate(places):
+                    to = pointer(b, b.add(target, ir.Constant(i64, 16 * k)), vector(i8))
+                    b.store(b.trunc(codes, vector(i8)), to, align=1)
                 return context.get_dummy_value()
-            for k, codes in enumerate(places):
-                to = pointer(b, b.add(target, ir.Constant(i64, 16 * k)), vector(i8))
-                b.store(b.trunc(codes, vector(i8)), to, align=1)
-            return context.get_dummy_value()
 
-        return types.void(F, F, F, F, types.int64), emit
+            return types.void(F, F, F, F, types.int64), emit
 
-    return place, place_dithered, put_64
+        return put_64
+
+    return place, put(127 if signed else -1), place_dithered, put(127 if signed else 0)
 
 
 decode_s_64, decode_u_64 = _decoder(True), _decoder(False)
-(place_s, dither_s, put_s_64), (place_u, dither_u, put_u_64) = _encoder(True), _encoder(False)
+_signed, _unsigned = _encoder(True), _encoder(False)
+place_s, put_s_64, dither_s, put_dithered_s_64 = _signed
+place_u, put_u_64, dither_u, put_dithered_u_64 = _unsigned
 
 
 # Whole blocks.
@@ -443,7 +477,12 @@ def inverse_of(x, absmax, n):
 
 
 def _block_functions(
-    kind: str, decode_64: Callable, place: Callable, dithered: Callable, put_64: Callable
+    kind: str,
+    decode_64: Callable,
+    place: Callable,
+    put_64: Callable,
+    dithered: Callable,
+    put_dithered_64: Callable,
 ) -> tuple:
     def decode(codes, out, n):
         """n codes, a multiple of 64, to codebook values at out."""
@@ -474,7 +513,7 @@ def _block_functions(
             bits = next_bits(bits)
             d = dithered(load_f32(x + 4 * i + 192), inverse, fractions(bits))
             bits = next_bits(bits)
-            put_64(a, b, c, d, codes + i)
+            put_dithered_64(a, b, c, d, codes + i)
 
     # Numba names machine code by the function's name and a counter of the process that compiled it.
     # Code loaded from the disk cache has the counters of several processes, so that two functions
@@ -485,9 +524,5 @@ def _block_functions(
     return compiled(decode), compiled(encode), compiled(encode_dithered)
 
 
-decode_s, encode_s, encode_dithered_s = _block_functions(
-    "signed", decode_s_64, place_s, dither_s, put_s_64
-)
-decode_u, encode_u, encode_dithered_u = _block_functions(
-    "unsigned", decode_u_64, place_u, dither_u, put_u_64
-)
+decode_s, encode_s, encode_dithered_s = _block_functions("signed", decode_s_64, *_signed)
+decode_u, encode_u, encode_dithered_u = _block_functions("unsigned", decode_u_64, *_unsigned)

@@ -39,6 +39,8 @@ from .numba import (
     inverse_of,
     place_s,
     place_u,
+    put_dithered_s_64,
+    put_dithered_u_64,
     put_s_64,
     put_u_64,
 )
@@ -133,9 +135,16 @@ def update_block(*ARGUMENTS):
                                 load_f32(past + ROW * m.row + 4 * (j - BLOCK)), inverse[m]
                             )
                 for m, codes in zip(MOMENTS, ELEMENT_PARTS):
-                    (put_s_64 if m.signed else put_u_64)(
-                        *(place[m, quarter] for quarter in (0, 1, 2, 3)), at[codes] + (i - BLOCK)
-                    )
+                    if m.stream:
+                        (put_dithered_s_64 if m.signed else put_dithered_u_64)(
+                            *(place[m, quarter] for quarter in (0, 1, 2, 3)),
+                            at[codes] + (i - BLOCK),
+                        )
+                    else:
+                        (put_s_64 if m.signed else put_u_64)(
+                            *(place[m, quarter] for quarter in (0, 1, 2, 3)),
+                            at[codes] + (i - BLOCK),
+                        )
         new_scales()
     for m, codes in zip(MOMENTS, ELEMENT_PARTS):
         if m.stream:

@@ -112,3 +112,20 @@ def slope_table(signed: bool, slopes: np.ndarray) -> np.ndarray:
     for e, slope in enumerate(slopes):
         table[(e + BIAS[signed] + 127) & 15] = slope * 2.0**-DOWN
     return table
+
+
+def line_tables(signed: bool) -> np.ndarray:
+    """The z of dithered codes, as lines for each segment; fp64 (4, 16), indexed as `slope_table`.
+
+    z = min(f, f / 3 + t[2], 5 f / 3 + t[3]) of f = y * 2**DOWN * t[0] + t[1], less one where it is
+    unsigned: in codes, not positions. Zero's is 0, or NaN, which comes out below any code.
+    """
+    tables = np.zeros((4, 16))
+    one = 0 if signed else 1
+    for e, slope in enumerate(dithered_slopes(signed)):
+        n = 2.0 ** (e + BIAS[signed])
+        line = [n * slope * 2.0**-DOWN, n * OFFSET - 0.5 - one]
+        line += [(4 * n - 2 - 2 * one) / 3, (2 * one - 2 * n) / 3]
+        zero = [0.0, 0.0 if signed else np.nan, 0.0, 0.0]
+        tables[:, (e + BIAS[signed] + 127) & 15] = line if e else zero
+    return tables

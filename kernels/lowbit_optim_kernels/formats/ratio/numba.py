@@ -83,10 +83,10 @@ def _store_low_bytes(b: ir.IRBuilder, lanes: list, address: ir.Value) -> None:
     if HAS_VBMI:
         name, index = "llvm.x86.avx512.vpermi2var.qi.512", constant(i8, [*range(0, 128, 4)] * 2)
         pairs = [call(b, name, vector(i8, 64), raw[k], index, raw[k + 1]) for k in (0, 2)]
-        codes = shuffle(b, *pairs, [*range(32), *range(96, 128)])
+        codes = shuffle(b, pairs[0], pairs[1], [*range(32), *range(96, 128)])
     else:
         pairs = [shuffle(b, raw[k], raw[k + 1], range(0, 128, 4)) for k in (0, 2)]
-        codes = shuffle(b, *pairs, range(64))
+        codes = shuffle(b, pairs[0], pairs[1], range(64))
     b.store(codes, pointer(b, address, vector(i8, 64)), align=1)
 
 

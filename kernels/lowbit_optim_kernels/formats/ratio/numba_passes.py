@@ -54,6 +54,7 @@ from .numba import (
     write_bf16,
 )
 
+
 def read_block():
     for m in MOMENTS:
         for x in BLOCK_PARTS:
