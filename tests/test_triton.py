@@ -177,8 +177,13 @@ def step_groups(variant, groups):
     found_inf = torch.zeros((), device=DEVICE)
     with lowbit_optim.use_engine("triton"):
         optimizers = [
-            build(variant, [params[i] for i in group], 8, min_8bit_size=2049) for group in groups
-        ]
+            # Random bits are of a tensor's number in its group.
+            build(
+                variant, [params[i] for i in group], 8, min_8bit_size=2049, dither=False,
+                master_weight_bits=None,
+            )
+            for group in groups
+        ]  # fmt: skip
         for step in range(3):
             for p in params:
                 p.grad = torch.randn(p.shape, generator=generator).to(p)

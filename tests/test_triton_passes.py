@@ -97,7 +97,8 @@ def steps(engine, format, cls="AdamW8bit", shapes=SHAPES, choose=None, monkeypat
     pairs = list(zip(shapes, generators, strict=True))
     params = [torch.nn.Parameter(torch.randn(s, generator=g).to(device)) for s, g in pairs]
     with lowbit_optim.use_engine(engine):
-        optimizer = getattr(lowbit_optim, cls)(params, min_8bit_size=1)
+        # Random bits are of a tensor's number in its group, which a tensor alone does not have.
+        optimizer = getattr(lowbit_optim, cls)(params, min_8bit_size=1, dither=False)
         optimizer.param_groups[0]["state_format"] = format.name
         if choose is not None:
             monkeypatch.setattr(optimizer, "_format", lambda p, group: choose(p))

@@ -78,8 +78,7 @@ def rounded(rule: Rule, format: formats.Format, dither: bool) -> Rule:
     keys = {
         m.key
         for m in rule.moments
-        if not (m.exact or m.maximum)
-        and (m.role == SQUARE or format.dithers_all or m.key in slow)
+        if not (m.exact or m.maximum) and (m.role == SQUARE or format.dithers_all or m.key in slow)
     }
     plain = tuple(replace(m, stream=0) for m in rule.moments)
     return replace(rule, moments=dithered(plain, frozenset(keys if dither else ())))
@@ -165,8 +164,8 @@ def _row(found: Mapping[str, Any]) -> list[str]:
 
 def show(console: Console, rows: list[dict[str, Any]], targets: list[str]) -> None:
     """Print the table and the rates that it assumes."""
-    columns = ("optimizer", "format", "weights", "dtype", "target", "instr/elem", "by pass", "regs", "spills",
-               "load B", "B/elem", "G elem/s", "bound")  # fmt: skip
+    columns = ("optimizer", "format", "weights", "dtype", "target", "instr/elem", "by pass", "regs",
+               "spills", "load B", "B/elem", "G elem/s", "bound")  # fmt: skip
     table = Table(*columns)
     for found in rows:
         table.add_row(*_row(found))

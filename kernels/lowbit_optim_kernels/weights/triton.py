@@ -12,27 +12,28 @@ from collections.abc import Sequence
 import triton
 import triton.language as tl
 
+from .. import weights
 from ..engines.triton.primitives import narrow, widen
-from . import INFINITE, NAN, ROOM
 
-ROOM, INFINITE, NAN = tl.constexpr(ROOM), tl.constexpr(INFINITE), tl.constexpr(NAN)
+ROOM, NAN = tl.constexpr(weights.ROOM), tl.constexpr(weights.NAN)
+INFINITE = tl.constexpr(weights.INFINITE)
 MAGNITUDE, HALF = tl.constexpr(0x7FFFFFFF), tl.constexpr(0x8000)
-
 
 
 def _read(p: int, residual: int, selectors: Sequence[int]) -> str:
     """PTX that joins bf16 numbers from register p on and residuals.
 
     Args:
-        p, residual: numbers of the first registers of the operands.
+        p: the number of the first register of the bf16 numbers.
+        residual: that of the residuals.
         selectors: of the bytes of each residual, shifted and with its sign.
     """
     text = "{ .reg .pred q; .reg .f32 w; .reg .b32 l, b; "
     for i, selector in enumerate(selectors):
         half = f"${p + i // 2}"
         text += f"and.b32 b, {half}, 0xffff0000; " if i % 2 else f"shl.b32 b, {half}, 16; "
-        text += f"mov.b32 w, b; setp.ne.f32 q, w, 0f00000000; prmt.b32 l, ${residual}, 0, {selector:#x};"
-        text += f" @q add.u32 b, b, l; mov.b32 ${i}, b; "
+        text += f"prmt.b32 l, ${residual}, 0, {selector:#x}; "
+        text += f"mov.b32 w, b; setp.ne.f32 q, w, 0f00000000; @q add.u32 b, b, l; mov.b32 ${i}, b; "
     return text + "}"
 
 
@@ -46,7 +47,7 @@ def _split(extra: int, dithered: bool, n: int) -> str:
     text += f".reg .b32 k<{n}>, h<{n}>; "
     for i in range(n):
         w, d = f"${outputs + i}", f"${outputs + n + i}"
-        text += f"mov.b32 a, {w}; abs.f32 a, a; setp.lt.f32 q, a, 0f{ROOM.value:08X}; "
+        text += f"mov.b32 a, {w}; abs.f32 a, a; setp.lt.f32 q, a, 0f{weights.ROOM:08X}; "
         text += f"mov.b32 k{i}, {w}; "
         if dithered:
             text += f"selp.b32 t, {d}, 0, q; shr.u32 t, t, {16 + extra}; add.u32 k{i}, {w}, t; "

@@ -16,10 +16,11 @@ TILE elements: as many blocks of its tensor's format. Tables on the device:
 
 A tile is WHOLE when its blocks are full, one after the other, and at aligned addresses: it needs no
 mask. ALIGN is 16 where every block starts at a multiple of 16 elements, else 1. These two, the
-dtypes of p and g, how weights are stored and the format are a tile's kind. With one kind in a launch all is one function
-in the machine code. With several there is one for each: were they inlined, the compiler would give
-the tiles of all kinds one layout, and with it other accesses and another order of sums than a kind
-has alone. So a tensor's bits do not depend on its neighbours.
+dtypes of p and g, how weights are stored, the format, and whether numbers of blocks may be FAR, of
+more than 32 bits, are a tile's kind. With one kind in a launch all is one function in the machine
+code. With several there is one for each: were they inlined, the compiler would give the tiles of
+all kinds one layout, and with it other accesses and another order of sums than a kind has alone. So
+a tensor's bits do not depend on its neighbours.
 
 `bindings` writes the kernels, each a call of a function here with constants: a RULE and the FORMATS
 are tuples, and what stands where in them is named below. A function of a rule or of a format is
@@ -59,7 +60,8 @@ from .scalars import FIRST_TILE, GEOMETRY, GSCALE, LIVE
 from .tiles import TYPES, WORK, load, operand, place, store, weight_bits
 
 NUMBER, TILE = tl.constexpr(plan.NUMBER), tl.constexpr(plan.TILE)
-P, G, RESIDUAL = tl.constexpr(P), tl.constexpr(G), tl.constexpr(RESIDUAL)  # columns of `address`
+# Columns of `address`.
+P, G, RESIDUAL = tl.constexpr(P), tl.constexpr(G), tl.constexpr(RESIDUAL)
 
 # Of a rule in one pass, and of one of its functions.
 STRIDE, WIDTH, SCALARS, LOADS, CALLS, PTX, RANDOM = (tl.constexpr(i) for i in range(7))
@@ -127,9 +129,7 @@ def read(
         p_at = operand(row_at, base, at, P, KINDS[KIND][P_TYPE], KINDS[KIND][ALIGN])
         p = load(p_at, mask, 0, KINDS[KIND][WHOLE])
         if KINDS[KIND][EXTRA] > 0:
-            low_at = operand(
-                row_at, base, at, RESIDUAL, KINDS[KIND][LOW_TYPE], KINDS[KIND][ALIGN]
-            )
+            low_at = operand(row_at, base, at, RESIDUAL, KINDS[KIND][LOW_TYPE], KINDS[KIND][ALIGN])
             low = load(low_at, mask, 0, KINDS[KIND][WHOLE])
         p = stored_weights.read(p, low, KINDS[KIND][EXTRA], RULE[PTX])
     if RULE[LOADS][1]:

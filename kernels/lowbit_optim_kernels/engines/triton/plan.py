@@ -332,8 +332,14 @@ def constants(kinds: tuple[Kind, ...]) -> dict[str, Any]:
     return {
         "KINDS": tuple(
             (
-                number_of(kind.p), number_of(kind.g), number[kind.format], kind.whole, kind.align,
-                piece, kind.far, *_of_weights(kind.weights),
+                number_of(kind.p),
+                number_of(kind.g),
+                number[kind.format],
+                kind.whole,
+                kind.align,
+                piece,
+                kind.far,
+                *_of_weights(kind.weights),
             )
             for kind, piece in zip(kinds, pieces(kinds), strict=True)
         )

@@ -49,6 +49,8 @@ def widen(x, PTX: tl.constexpr):
             "shl.b32 $0, $2, 16; and.b32 $1, $2, 0xffff0000;",
             "=f,=f,r", [x], dtype=tl.float32, is_pure=True, pack=2,
         )  # fmt: skip
+    if INTERPRETED and x.dtype == tl.bfloat16:  # whose subnormal numbers the interpreter gets wrong
+        return (x.to(tl.uint16, bitcast=True).to(tl.uint32) << 16).to(tl.float32, bitcast=True)
     return x.to(tl.float32)
 
 

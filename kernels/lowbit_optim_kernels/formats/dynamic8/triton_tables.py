@@ -128,13 +128,13 @@ def lines(signed: bool, up: bool = False) -> np.ndarray:
 
 
 def dither_scale(signed: bool) -> float:
-    """y of a magnitude of absmax."""
+    """What y is for a magnitude of absmax."""
     return 1.0 / pieces(signed).threshold[-1]
 
 
 def _start_of_top() -> float:
     """The start < 0, of slope 0, at which an unsigned z is TOP_CODE."""
-    factor, constant = np.float32(LAST).astype(np.float64)
+    factor, constant = np.array(LAST, dtype=np.float32).astype(np.float64)
     nearby = np.float32((TOP_CODE - constant) / (1 + factor)).view(np.int32) + np.arange(-64, 64)
     starts = nearby.astype(np.int32).view(np.float32)
     last = (factor * starts.astype(np.float64) + constant).astype(np.float32)
@@ -149,7 +149,8 @@ def octaves(signed: bool) -> tuple[np.ndarray, np.ndarray]:
     and that.
     """
     table, shift, scale = pieces(signed), 0 if signed else 1, dither_scale(signed)
-    slope, offset, last = (np.array(x[1:8]) for x in (table.inverse_slope, table.offset, table.last))
+    of_decades = (table.inverse_slope, table.offset, table.last)
+    slope, offset, last = (np.array(x[1:8]) for x in of_decades)
     begins = ((last + shift + 1) / 2 - shift - offset) / slope * scale  # of decades, in y
     rows = []
     for low in 2.0 ** np.arange(1 - OCTAVES, 0):

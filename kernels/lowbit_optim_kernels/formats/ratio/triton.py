@@ -22,13 +22,13 @@ from ...engines.triton.primitives import (
 )
 from ...engines.triton.random import low_byte, rounded
 from ...rules import RATIO, SQUARE
-from . import LARGEST, LEAST_SCALE, RATIO_LEVELS, SOFT, SQUARE_LEVELS, ZERO
+from .. import ratio as of_ratio
 
 IS_SQUARE, IS_RATIO = tl.constexpr(ROLES.index(SQUARE)), tl.constexpr(ROLES.index(RATIO))
-SQUARE_LEVELS = tl.constexpr(float(SQUARE_LEVELS[8]))
-RATIO_LEVELS = tl.constexpr(float(RATIO_LEVELS[8]))
-ZERO, SOFT = tl.constexpr(float(ZERO)), tl.constexpr(SOFT)
-LARGEST, LEAST_SCALE = tl.constexpr(LARGEST), tl.constexpr(LEAST_SCALE)
+SQUARE_LEVELS = tl.constexpr(float(of_ratio.SQUARE_LEVELS[8]))
+RATIO_LEVELS = tl.constexpr(float(of_ratio.RATIO_LEVELS[8]))
+ZERO, SOFT = tl.constexpr(float(of_ratio.ZERO)), tl.constexpr(of_ratio.SOFT)
+LARGEST, LEAST_SCALE = tl.constexpr(of_ratio.LARGEST), tl.constexpr(of_ratio.LEAST_SCALE)
 INTEGER = tl.constexpr(2.0**23)  # what is added to an integer has it in its low bits
 
 
@@ -38,7 +38,8 @@ def number_of(code, LESS: tl.constexpr, PTX: tl.constexpr):
     if PTX:  # a byte in a pattern of 2**23 is that number and the byte: no conversion
         x = tl.inline_asm_elementwise(
             "{ .reg .b32 m; mov.b32 m, 0x4B000000; prmt.b32 $0, $4, m, 0x7440;"
-            " prmt.b32 $1, $4, m, 0x7441; prmt.b32 $2, $4, m, 0x7442; prmt.b32 $3, $4, m, 0x7443; }",
+            " prmt.b32 $1, $4, m, 0x7441; prmt.b32 $2, $4, m, 0x7442;"
+            " prmt.b32 $3, $4, m, 0x7443; }",
             "=f,=f,=f,=f,r", [code], dtype=tl.float32, is_pure=True, pack=4,
         )  # fmt: skip
         return x - (INTEGER + LESS)
@@ -167,16 +168,16 @@ def decode(codes, scales, tables, MOMENTS: tl.constexpr, PTX: tl.constexpr):
     for k in tl.static_range(len(MOMENTS)):
         if MOMENTS[k][ROLE] == IS_SQUARE:
             root = root_of(codes[k], scales[k], PTX)
-            moments = moments + (root * root,)  # noqa: RUF005 (Triton takes no `(*moments, x)`)
+            moments = moments + (root * root,)
         else:
             c, a = number_of(codes[k], ZERO, PTX), scales[k].to(tl.float32)[:, None]
             if MOMENTS[k][ROLE] == IS_RATIO:
                 root = root_of(codes[MOMENTS[k][PARTNER]], scales[MOMENTS[k][PARTNER]], PTX)
-                moments = moments + ((c * a) * root,)  # noqa: RUF005
+                moments = moments + ((c * a) * root,)
             elif PTX:
-                moments = moments + ((c * a) * ptx_reciprocal(SOFT - tl.abs(c)),)  # noqa: RUF005
+                moments = moments + ((c * a) * ptx_reciprocal(SOFT - tl.abs(c)),)
             else:
-                moments = moments + ((c * a) / (0.0 * c + SOFT - tl.abs(c)),)  # noqa: RUF005
+                moments = moments + ((c * a) / (0.0 * c + SOFT - tl.abs(c)),)
     return moments
 
 
@@ -191,7 +192,7 @@ def scales(moments, MOMENTS: tl.constexpr, PTX: tl.constexpr):
             scale = ratio_scale(ratio, RATIO_LEVELS, PTX)
         else:
             scale = soft_scale(moments[k])
-        out = out + (scale,)  # noqa: RUF005
+        out = out + (scale,)
     return out
 
 

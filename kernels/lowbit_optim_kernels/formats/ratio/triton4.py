@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 
 from ...engines.triton.primitives import ROLE, STREAM
-from . import RATIO_LEVELS, SQUARE_LEVELS
+from .. import ratio as of_ratio
 from .triton import (
     IS_RATIO,
     number_of,
@@ -19,8 +19,8 @@ from .triton import (
     square_scale,
 )
 
-SQUARE_LEVELS = tl.constexpr(float(SQUARE_LEVELS[4]))
-RATIO_LEVELS = tl.constexpr(float(RATIO_LEVELS[4]))
+SQUARE_LEVELS = tl.constexpr(float(of_ratio.SQUARE_LEVELS[4]))
+RATIO_LEVELS = tl.constexpr(float(of_ratio.RATIO_LEVELS[4]))
 ZERO = tl.constexpr(8.0)
 
 
@@ -70,12 +70,8 @@ def encode(moments, scales, random, tables, K: tl.constexpr, MOMENTS: tl.constex
     M: tl.constexpr = 0 if MOMENTS[0][ROLE] == IS_RATIO else 1
     V: tl.constexpr = 1 - M
     ratio = ratio_of(moments[M], moments[V], PTX)
-    low = ratio_code(
-        ratio, scales[0], random[M], RATIO_LEVELS, ZERO, MOMENTS[M][STREAM] > 0, PTX
-    )
-    high = square_code(
-        moments[V], scales[1], random[V], SQUARE_LEVELS, MOMENTS[V][STREAM] > 0, PTX
-    )
+    low = ratio_code(ratio, scales[0], random[M], RATIO_LEVELS, ZERO, MOMENTS[M][STREAM] > 0, PTX)
+    high = square_code(moments[V], scales[1], random[V], SQUARE_LEVELS, MOMENTS[V][STREAM] > 0, PTX)
     both = low.to(tl.uint32, bitcast=True) + (high.to(tl.uint32, bitcast=True) << 4)
     return both.to(tl.uint8)
 
