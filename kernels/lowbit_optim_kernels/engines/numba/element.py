@@ -7,11 +7,11 @@ from numpy import float32 as f32
 
 from .memory import load_bf16, load_f16, load_f32, store_bf16, store_f16, store_f32
 from .vector import absolute as abs
-from .vector import finite, maximum, minimum, sign, splat, sqrt, where
+from .vector import finite, fused, maximum, minimum, sign, splat, sqrt, where
 
 __all__ = [
-    "abs", "f32", "load_bf16", "load_f16", "load_f32", "maximum", "minimum", "njit", "sign", "sqrt",
-    "store_bf16", "store_f16", "store_f32", "where",
+    "abs", "f32", "fused", "load_bf16", "load_f16", "load_f32", "maximum", "minimum", "njit",
+    "sign", "sqrt", "store_bf16", "store_f16", "store_f32", "where",
 ]  # fmt: skip
 
 

@@ -45,7 +45,7 @@ from .memory import (
     write_f64,
 )
 from .scalar import count_step, read_step
-from .vector import finite, rounded, splat, total, where
+from .vector import finite, fused, rounded, splat, total, where
 
 # Elements.
 
@@ -74,7 +74,7 @@ def update_elements():
     if WEIGHTS.bits:
         store_weights()
     else:
-        P.store(at[P] + P.width * j, rounded(SHRINK.value, P.value) - rate * U.value)
+        P.store(at[P] + P.width * j, fused(-rate, U.value, rounded(SHRINK.value, P.value)))
     if MOMENTS:
         store_moments()
     for m in EXACT:
@@ -82,7 +82,7 @@ def update_elements():
 
 
 def store_weights():
-    w = rounded(SHRINK.value, P.value) - rate * U.value
+    w = fused(-rate, U.value, rounded(SHRINK.value, P.value))
     random = w
     if WEIGHTS.dithered and BLOCK % WEIGHT_BLOCK == 0:  # so that four vectors share a hash
         weight_base = block_bits(weight_key, step, (weight_place >> 6) + (j >> 6))

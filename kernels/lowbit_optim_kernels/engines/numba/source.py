@@ -15,11 +15,12 @@ finite. Or the module has `PASSES`, the name of a template with functions in pla
 
 from __future__ import annotations
 
+import ast
 import importlib
 import math
 from functools import cache
 from types import ModuleType, SimpleNamespace
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 
@@ -128,6 +129,37 @@ def shared_module() -> str:
     return writer.text()
 
 
+class _Fused(ast.NodeTransformer):
+    """Turn a * b + c into fused(a, b, c), and differences likewise."""
+
+    def visit_BinOp(self, node: ast.BinOp) -> ast.expr:
+        self.generic_visit(node)
+        if not isinstance(node.op, (ast.Add, ast.Sub)):
+            return node
+        minus = isinstance(node.op, ast.Sub)
+        if _is_product(node.left):
+            return _call_fused(node.left, node.right, False, minus)
+        if _is_product(node.right):
+            return _call_fused(node.right, node.left, minus, False)
+        return node
+
+
+def _is_product(node: ast.expr) -> TypeGuard[ast.BinOp]:
+    return isinstance(node, ast.BinOp) and isinstance(node.op, ast.Mult)
+
+
+def _call_fused(product: ast.BinOp, other: ast.expr, negated: bool, minus: bool) -> ast.expr:
+    """The product, negated or not, plus or minus the other."""
+    a = ast.UnaryOp(ast.USub(), product.left) if negated else product.left
+    c = ast.UnaryOp(ast.USub(), other) if minus else other
+    return ast.Call(ast.Name("fused", ast.Load()), [a, product.right, c], [])
+
+
+def _with_fused(source: str) -> str:
+    """Source of element functions with one multiplication and addition where there can be."""
+    return ast.unparse(ast.fix_missing_locations(_Fused().visit(ast.parse(source))))
+
+
 @cache
 def codes_tensors(format: Format) -> bool:
     """Whether a format has functions for whole tensors of one moment."""
@@ -189,7 +221,7 @@ def element_module(
     if coded and not hasattr(code_of(format), "PASSES"):
         names = "decode as decode_block, encode as encode_block"
         head.append(f"from {format.numba} import {names}")
-    text = functions_source(element_functions(rule), INNER, literal="f32")
+    text = _with_fused(functions_source(element_functions(rule), INNER, literal="f32"))
     return writer.text("\n".join(head) + f"\n\n\n{text}")
 
 

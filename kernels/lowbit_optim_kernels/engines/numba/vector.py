@@ -26,8 +26,9 @@ from numba.extending import intrinsic, models, register_model
 LANES = 16
 f32, f64 = ir.FloatType(), ir.DoubleType()
 i1, i8, i16, i32, i64 = (ir.IntType(bits) for bits in (1, 8, 16, 32, 64))
-# Contraction to fused multiply-add and no sign of zero; NaN and infinity keep their meaning.
-FLAGS = ("contract", "nsz")
+# No sign of zero; NaN and infinity keep their meaning. Nothing is contracted: the compiler chooses
+# differently in different surroundings, and bf16 weights with a residual are to be as fp32 ones.
+FLAGS = ("nsz",)
 
 
 def vector(element: ir.Type, lanes: int = LANES) -> ir.VectorType:
@@ -153,8 +154,14 @@ _binary(operator.or_, lambda b, x, y: b.or_(x, y), M, M)
 
 
 @intrinsic
+def fused(typing, x, y, z):
+    """The sum x y + z, rounded once where the machine can, so that the product costs nothing."""
+    return F(F, F, F), lambda c, b, s, a: call(b, "llvm.fmuladd.v16f32", vector(f32), *a)
+
+
+@intrinsic
 def rounded(typing, x, y):
-    """The product x y, rounded before it enters a sum, as torch.optim's decay of p is."""
+    """The product x y, which is no part of a longer product."""
     return F(F, F), lambda c, b, s, a: b.fmul(*a)
 
 
