@@ -146,7 +146,7 @@ class Recorder:
 def touched(rule, name, kind, bits):
     """Addresses that pass `name` of the generated code reads and writes, by operand."""
     keys = [moment.key for moment in rule.moments]
-    recorder = Recorder(["p", "g", "step", *keys, *(f"absmax_{key}" for key in keys)])
+    recorder = Recorder(["p", "g", "step", "residual", *keys, *(f"absmax_{key}" for key in keys)])
     text = numba_source.element_module(rule, kind, kind, FORMATS[OF_BITS[bits]])
     names = recorder.namespace()
     tree = ast.parse(text)
