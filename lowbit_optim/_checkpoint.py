@@ -141,8 +141,13 @@ def check_groups(groups: Any) -> None:
 def merged_groups(
     groups: list[dict[str, Any]], state_dict: Mapping[str, Any], name: str
 ) -> list[dict[str, Any]]:
-    """Saved groups with the current parameters, storage settings and any key they lack."""
+    """Saved groups with the current parameters, storage settings and any key they lack.
+
+    A run of an earlier version goes on as it was, without dither.
+    """
     saved = state_dict["param_groups"]
+    head = state_dict.get(KEY)
+    lacking = {"dither": False} if head is not None and head["format_version"] == 1 else {}
     if len(saved) != len(groups):
         raise ValueError(
             f"state_dict has {len(saved)} parameter groups, this {name} has {len(groups)}"
@@ -156,7 +161,7 @@ def merged_groups(
             )
         kept = {key: group[key] for key in ("params", *STORAGE_SETTINGS) if key in group}
         copied = {key: _copied(value) for key, value in old.items()}
-        merged.append({**group, **copied, **kept})
+        merged.append({**group, **lacking, **copied, **kept})
     return merged
 
 

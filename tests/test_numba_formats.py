@@ -131,8 +131,10 @@ def test_master_weights_are_as_on_torch(bits, name, options):
 @pytest.mark.parametrize("bits", [16, 24, 32])
 @pytest.mark.slow
 def test_without_a_learning_rate_no_weight_moves(state_format, bits):
-    steps = {"name": "AdamW8bit", "dtype": torch.bfloat16, "lr": 0.0, "weight_decay": 0.0}
-    steps.update(state_format=state_format, optim_bits=4 if state_format == "ratio4" else 8)
+    name = "AdamW4bit" if state_format == "ratio4" else "AdamW8bit"
+    steps = {"name": name, "dtype": torch.bfloat16, "lr": 0.0, "weight_decay": 0.0}
+    if state_format != "ratio4":
+        steps["state_format"] = state_format
     before, after = (run("numba", steps=n, master_weight_bits=bits, **steps)[0] for n in (0, 2))
     assert all(map(torch.equal, before, after))
 

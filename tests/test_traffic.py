@@ -157,7 +157,7 @@ def generated(rule, kind, bits):
 def touched(rule, name, kind, bits):
     """Addresses that pass `name` of the generated code reads and writes, by operand."""
     keys = [moment.key for moment in rule.moments]
-    recorder = Recorder(["p", "g", "step", *keys, *(f"absmax_{key}" for key in keys)])
+    recorder = Recorder(["p", "g", "step", "residual", *keys, *(f"absmax_{key}" for key in keys)])
     names = recorder.namespace()
     code, imported = generated(rule, kind, bits)
     assert imported <= set(names), "the recorder has every primitive"

@@ -200,6 +200,7 @@ def update_block(*ARGUMENTS):
         for quarter in (0, 1, 2, 3):
             j = start + 16 * quarter
             update_elements()
+        for quarter in (0, 1, 2, 3):
             encode()
         store_codes()
         largest[MOMENTS] = tuple(highest(top[m]) for m in MOMENTS)
