@@ -16,9 +16,25 @@ pytest.importorskip("typer", reason="benchmarks.static.instructions is a command
 pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="Triton is for Linux")
 
 ROOT = Path(__file__).resolve().parent.parent
+<<<<<<< HEAD
 # Instructions per element, all passes of a step together, bf16 on sm_90. Counted with Triton 3.7.1:
 # AdamW 51.8, SGD 28.6, Lion 34.1, LARS 51.3, its cap 57.8. A change that needs more has to say why.
 CEILINGS = {"AdamW": 60, "SGD": 35, "Lion": 35, "LARS": 60, "LARS-cap": 60}
+=======
+# Instructions per element, all passes of a step together, bf16 on sm_90. Counted with Triton 3.9:
+# AdamW 52.0, SGD 28.4, Lion 34.1, LARS 50.7, its cap 57.5. A change that needs more has to say why.
+# The dither of AdamW's square takes 12.6 more: z is followed from value to value, not to midpoints.
+CEILINGS = {"AdamW": 66, "SGD": 35, "Lion": 35, "LARS": 60, "LARS-cap": 60}
+# Of AdamW with state formats and bits of weights. Counted with Triton 3.7: 55.6, 60.5, 67.1, 62.9
+# and 64.1.
+FORMATS = {
+    ("AdamW", "ratio8", "0"): 58,
+    ("AdamW", "ratio8", "16"): 63,
+    ("AdamW", "ratio8", "24"): 68,
+    ("AdamW", "ratio8", "32"): 66,
+    ("AdamW", "ratio4", "0"): 67,
+}
+>>>>>>> side-triton12
 # Instructions that move registers to memory: the assembler prefers few registers there.
 # Triton 3.7's stores and reloads one register of Adam's kernels; 3.6's and 3.9's do not.
 SPILLS = {
@@ -62,6 +78,17 @@ def assert_fit_for_memory_speed(rows):
 def on_sm_90(tmp_path_factory):
     out = tmp_path_factory.mktemp("sm_90")
     return compiled(out, optimizer=CEILINGS, dtype=["bf16"], target=["sm_90"])
+
+
+@pytest.mark.parametrize(("name", "state_format", "weights"), FORMATS)
+def test_formats_and_weights_stay_under_their_ceiling(tmp_path, name, state_format, weights):
+    options = {"format": [state_format], "weights": [weights]}
+    rows = compiled(tmp_path, optimizer=[name], dtype=["bf16"], target=["sm_90"], **options)
+    ((key, row),) = rows.items()
+    assert row["instructions"] <= FORMATS[name, state_format, weights], row["passes"]
+    for each in row["passes"]:
+        assert each["spills"] <= SPILLS.get(key, 0)
+        assert each["widest_load"] == 16
 
 
 @pytest.mark.parametrize("name", CEILINGS)
@@ -164,6 +191,37 @@ for name in ("sm_90", "gfx942"):
 def test_many_kinds_in_one_kernel_do_not_spill_and_share_shared_memory():
     """Nor does the kernel take many more registers than fp32 whole tiles of 8-bit state."""
     in_a_process("-c", MIXED)
+
+
+KINDS = """
+import torch
+from triton.backends.compiler import GPUTarget
+from benchmarks.static.instructions import CHIPS, RULES, rounded
+from benchmarks.static.machine_code import count
+from lowbit_optim_kernels.engines.triton import engine
+from lowbit_optim_kernels.formats import FORMATS
+from lowbit_optim_kernels.weights import OF_BITS
+
+bf16 = torch.bfloat16
+for state_format, bits in (("ratio8", 24), ("ratio4", 16), ("dynamic8", 32)):
+    format = FORMATS[state_format]
+    rule = rounded(RULES["AdamW"], format, True)
+    kinds = [
+        (bf16, torch.float32, FORMATS[stored], whole, align, OF_BITS[bits], whole)
+        for stored in (state_format, "float32")
+        for whole, align in ((True, 16), (False, 16), (False, 1))
+    ]
+    for name in ("sm_90", "gfx942"):
+        target = GPUTarget(*CHIPS[name].target)
+        engine.compile_for(target, rule, "begin", kinds[0])
+        mixed = engine.compile_for(target, rule, "update", *kinds, SCALED=True, GUARDED=True)
+        assert count(mixed, 1).spills == 0, (name, state_format)
+"""
+
+
+def test_kinds_of_new_formats_and_weights_compile():
+    """Whole ones of blocks whose numbers have more than 32 bits, too."""
+    in_a_process("-c", KINDS)
 
 
 def test_masked_and_guarded_kernels_compile_and_keep_wide_accesses():
