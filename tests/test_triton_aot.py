@@ -16,13 +16,8 @@ pytest.importorskip("typer", reason="benchmarks.static.instructions is a command
 pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="Triton is for Linux")
 
 ROOT = Path(__file__).resolve().parent.parent
-<<<<<<< HEAD
 # Instructions per element, all passes of a step together, bf16 on sm_90. Counted with Triton 3.7.1:
 # AdamW 51.8, SGD 28.6, Lion 34.1, LARS 51.3, its cap 57.8. A change that needs more has to say why.
-CEILINGS = {"AdamW": 60, "SGD": 35, "Lion": 35, "LARS": 60, "LARS-cap": 60}
-=======
-# Instructions per element, all passes of a step together, bf16 on sm_90. Counted with Triton 3.9:
-# AdamW 52.0, SGD 28.4, Lion 34.1, LARS 50.7, its cap 57.5. A change that needs more has to say why.
 # The dither of AdamW's square takes 12.6 more: z is followed from value to value, not to midpoints.
 CEILINGS = {"AdamW": 66, "SGD": 35, "Lion": 35, "LARS": 60, "LARS-cap": 60}
 # Of AdamW with state formats and bits of weights. Counted with Triton 3.7: 55.6, 60.5, 67.1, 62.9
@@ -34,7 +29,6 @@ FORMATS = {
     ("AdamW", "ratio8", "32"): 66,
     ("AdamW", "ratio4", "0"): 67,
 }
->>>>>>> side-triton12
 # Instructions that move registers to memory: the assembler prefers few registers there.
 # Triton 3.7's stores and reloads one register of Adam's kernels; 3.6's and 3.9's do not.
 SPILLS = {
