@@ -9,8 +9,9 @@ that `Format.numba` names has `njit` functions that read and write one block,
 where `parts` are the addresses of what the block has of the unit's parts, `numbers` those of each
 moment's fp32 numbers, and `signed` says which moments have a sign. What follows the end of a short
 block is zeros, as `formats.constant` says, so that n is a multiple of 16. The numbers to encode are
-finite. Or the module has `PASSES`, the name of a template with functions in place of those of
-`passes`. `DEPENDS` are further modules that its compiled code depends on.
+finite, and they are rounded to nearest in every case. Or the module has `PASSES`, the name of a
+template with functions in place of those of `passes`, which may dither. `DEPENDS` are further
+modules that its compiled code depends on.
 """
 
 from __future__ import annotations
