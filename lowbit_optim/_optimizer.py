@@ -28,6 +28,8 @@ FORM = (
     "optim_bits", "state_format", "min_8bit_size", "seed", "master_weight_bits", "maximize",
     "fused",
 )  # fmt: skip
+# Settings that every group has, whether or not the class has arguments for them.
+EVERYWHERE = {"state_format": None, "dither": True, "seed": 0, "master_weight_bits": "auto"}
 STATE_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
@@ -56,7 +58,7 @@ class LowBitOptimizer(KeepsState):
 
     def __init__(self, params: Any, defaults: dict[str, Any], args: Any = None) -> None:
         _checks.replace_by_args(defaults, args)
-        defaults = without_numpy(defaults)
+        defaults = {**EVERYWHERE, **without_numpy(defaults)}
         own = {key: defaults.get(key) for key in ("optim_bits", "state_format")}
         if own["optim_bits"] == 32:  # may be the default, which a state_format replaces
             del own["optim_bits"]
