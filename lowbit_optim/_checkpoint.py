@@ -237,7 +237,8 @@ def _check_residual(value: Any, p: Tensor) -> None:
         raise ValueError(
             f"{weights.RESIDUAL_KEY!r} has shape {got!r}, its parameter {tuple(p.shape)}"
         )
-    _saved.require_dense(weights.RESIDUAL_KEY, value, (torch.int8, torch.int16))
+    allowed = torch.int8, torch.int16, torch.bfloat16  # the last are an int16's bits, of DTensors
+    _saved.require_dense(weights.RESIDUAL_KEY, value, allowed)
 
 
 def _residual(saved: Mapping[str, Any], p: Tensor, dtype: torch.dtype) -> Tensor:
@@ -246,7 +247,7 @@ def _residual(saved: Mapping[str, Any], p: Tensor, dtype: torch.dtype) -> Tensor
     if value is None:
         return torch.zeros(p.shape, dtype=dtype, device=p.device)
     moved = value.detach().to(p.device, copy=True).contiguous()
-    return weights.converted(moved, dtype)
+    return weights.converted(weights.as_integers(moved), dtype)
 
 
 def as_step(value: Any) -> int:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from lowbit_optim_kernels.weights import RESIDUAL_KEY, split
+from lowbit_optim_kernels.weights import RESIDUAL_KEY, as_integers, split
 
 from . import _sharding
 
@@ -84,7 +84,7 @@ def load_master_weights(
         high, low = split(value, kept_as.extra, None)
         if share is not None and share.whole:
             _, low = split(_sharding.gathered({"": given[name]})[""], kept_as.extra, None)
-        _sharding.local(state[RESIDUAL_KEY]).copy_(low)
+        as_integers(_sharding.local(state[RESIDUAL_KEY])).copy_(low)
         local.copy_(high)
 
 
@@ -107,7 +107,7 @@ def _named(optimizer: LowBitOptimizer) -> Iterator[tuple[Name, Tensor, Mapping[s
 def _local_residual(optimizer: LowBitOptimizer, p: Tensor) -> Tensor | None:
     """What this rank has beside its shard of a parameter; None before the first step."""
     residual = optimizer.state.get(p, {}).get(RESIDUAL_KEY)
-    return None if residual is None else _sharding.shard_of(residual, p)
+    return None if residual is None else as_integers(_sharding.shard_of(residual, p))
 
 
 def _by_name(weights: Any, names: list[Name]) -> dict[Name, Tensor]:

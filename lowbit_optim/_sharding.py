@@ -21,6 +21,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from lowbit_optim_kernels import weights
 from lowbit_optim_kernels.formats import Format, units
 from lowbit_optim_kernels.formats.layout import Layout
 from lowbit_optim_kernels.plan import WEIGHT_BLOCK, Batch
@@ -226,6 +227,8 @@ class Share:
         shapes[RESIDUAL_KEY] = tuple(self.p.shape)
 
         def wrap(x: Tensor, shape: tuple[int, ...]) -> Tensor:
+            if x.dtype == torch.int16:  # which neither gloo nor NCCL can gather
+                x = x.view(torch.bfloat16)
             stride = torch.empty(shape, device="meta").stride()
             return DTensor.from_local(
                 x, mesh, placements, run_check=False, shape=torch.Size(shape), stride=stride
@@ -236,7 +239,10 @@ class Share:
 
 def unwrapped(state: Mapping[str, Any]) -> dict[str, Any]:
     """A state with plain tensors: the shards of DTensors."""
-    return {key: local(x) for key, x in state.items()}
+    plain = {key: local(x) for key, x in state.items()}
+    if RESIDUAL_KEY in plain:
+        plain[RESIDUAL_KEY] = weights.as_integers(plain[RESIDUAL_KEY])
+    return plain
 
 
 def spread_alike(saved: Mapping[str, Any], p: Any) -> bool:

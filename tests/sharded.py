@@ -45,8 +45,16 @@ CLASSES = {
     "LANS8bit": {"weight_decay": 0.1, "percentile_clipping": 50},
     "Eve8bit": {"max_unorm": 0.1},
     "Adam8bit": {"cautious": True},
+    # Further rows of a class: formats, and weights that are rounded by dither.
+    "AdamW8bit ratio8": {"weight_decay": 0.1, "state_format": "ratio8"},
+    "AdamW4bit": {},
+    "AdamW8bit bf16": {"master_weight_bits": 24},
+    "AdamW32bit bf16": {},
+    "SGD8bit bf16": {"momentum": 0.999, "state_format": "ratio8"},
+    "LAMB8bit bf16": {"trust_coefficient": 1.0, "master_weight_bits": 32},
 }
-ELEMENTWISE = ("AdamW8bit", "SGD8bit", "Lion8bit", "AdamW32bit", "ScheduleFreeAdamW8bit")
+WITH_SUMS = ("LARS8bit", "LAMB8bit", "LANS8bit", "Eve8bit", "Adam8bit", "LAMB8bit bf16")
+ELEMENTWISE = tuple(name for name in CLASSES if name not in WITH_SUMS)
 
 
 def run(world, function, *args):
@@ -68,9 +76,13 @@ def _enter(rank, world, function, address, *args):
     os._exit(0)  # gloo's threads end a process at times that unloads them in order
 
 
-def values(seed=0):
+def dtype_of(name):
+    return torch.bfloat16 if name.endswith("bf16") else torch.float32
+
+
+def values(seed=0, name=""):
     generator = torch.Generator().manual_seed(seed)
-    return [torch.randn(shape, generator=generator) for shape in SHAPES]
+    return [torch.randn(shape, generator=generator).to(dtype_of(name)) for shape in SHAPES]
 
 
 def gradients(step):
@@ -79,13 +91,14 @@ def gradients(step):
 
 def build(name, params, **options):
     lr = 0.1 if name.startswith(("SGD", "LARS")) else 1e-2
-    return getattr(lowbit_optim, name)(params, lr=lr, **{**CLASSES[name], **options})
+    cls = getattr(lowbit_optim, name.split()[0])
+    return cls(params, lr=lr, **{**CLASSES[name], **options})
 
 
 def train(optimizer, params, steps, spread=lambda x: x):
     for step in steps:
         for p, g in zip(params, gradients(step), strict=True):
-            p.grad = spread(g)
+            p.grad = spread(g.to(p.dtype))
         optimizer.step()
 
 
@@ -119,7 +132,7 @@ def steps_of_all(rank, world, folder):
             return distribute_tensor(x.clone(), mesh, placements)
 
         for name in CLASSES if label == "shard" else ("AdamW8bit", "LANS8bit"):
-            params = [torch.nn.Parameter(spread(x)) for x in values()]
+            params = [torch.nn.Parameter(spread(x)) for x in values(0, name)]
             optimizer = build(name, params)
             train(optimizer, params, range(3), spread)
             if label == "shard":
@@ -141,22 +154,23 @@ class Holder(torch.nn.Module):
             self.register_parameter(f"p{i}", torch.nn.Parameter(x))
 
 
-def sharded_holder(world, seed=0):
+def sharded_holder(world, seed=0, name=""):
     mesh = init_device_mesh("cpu", (world,))
 
     def spread(x):
         return distribute_tensor(x.clone(), mesh, [Shard(0)])
 
-    return Holder([spread(x) for x in values(seed)]), spread
+    return Holder([spread(x) for x in values(seed, name)]), spread
 
 
-SAVED = ("AdamW8bit", "LARS8bit", "LANS8bit", "ScheduleFreeAdamW8bit")
+SAVED = ("AdamW8bit", "LARS8bit", "LANS8bit", "ScheduleFreeAdamW8bit", "AdamW8bit bf16",
+         "AdamW4bit")  # fmt: skip
 
 
 def save(rank, world, folder):
     """Three steps, then checkpoints of DCP and whole ones."""
     for name in SAVED:
-        model, spread = sharded_holder(world)
+        model, spread = sharded_holder(world, 0, name)
         optimizer = build(name, list(model.parameters()))
         train(optimizer, list(model.parameters()), range(3), spread)
         weights, state = get_state_dict(model, optimizer)
@@ -171,7 +185,7 @@ def load(rank, world, folder):
     """Continue both kinds of checkpoints for three steps."""
     results = {}
     for name in SAVED:
-        model, spread = sharded_holder(world, seed=1)
+        model, spread = sharded_holder(world, 1, name)
         params = list(model.parameters())
         optimizer = build(name, params)
         weights, state = get_state_dict(model, optimizer)
@@ -182,7 +196,7 @@ def load(rank, world, folder):
         )
         train(optimizer, params, range(3, 6), spread)
         results["dcp", name] = everything(params, optimizer)
-        model, spread = sharded_holder(world, seed=1)
+        model, spread = sharded_holder(world, 1, name)
         params = list(model.parameters())
         optimizer = build(name, params)
         whole = torch.load(f"{folder}/{name}.pt", weights_only=True) if rank == 0 else ({}, {})

@@ -20,7 +20,7 @@ def one_thread():
 
 
 def alone(name, steps=3):
-    params = [torch.nn.Parameter(x) for x in sharded.values()]
+    params = [torch.nn.Parameter(x) for x in sharded.values(0, name)]
     with lowbit_optim.use_engine("numba"):
         optimizer = sharded.build(name, params)
         sharded.train(optimizer, params, range(steps))
@@ -32,7 +32,9 @@ def assert_same(got, want, exact):
         if exact:
             assert torch.equal(p, q), p.shape
         else:
-            torch.testing.assert_close(p, q, rtol=1e-6, atol=1e-6)
+            # One rounding of bf16, where a sum's last bit moved a weight over a boundary.
+            rtol = 1e-6 if p.dtype == torch.float32 else 2**-7
+            torch.testing.assert_close(p, q, rtol=rtol, atol=1e-6)
     for a, b in zip(got["state"], want["state"], strict=True):
         assert a.keys() == b.keys()
         for key, x in a.items():

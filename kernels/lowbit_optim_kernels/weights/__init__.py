@@ -106,6 +106,11 @@ OF_BITS = {
 RESIDUAL_KEY = "master_residual"
 
 
+def as_integers(residual: Tensor) -> Tensor:
+    """A residual that is kept as the bits of bf16 numbers, or that is integers already."""
+    return residual.view(torch.int16) if residual.dtype == torch.bfloat16 else residual
+
+
 def converted(residual: Tensor, dtype: torch.dtype) -> Tensor:
     """A residual of one width in the other: exact, or rounded, half up."""
     if residual.dtype == dtype:
