@@ -34,7 +34,7 @@ def parameter_groups(
     Args:
         model: the model. Its parameters stay in the order of `model.named_parameters()`.
         weight_decay: of the groups with decay. Default 0.01.
-        embedding_bits: 32 (default) or 8, `optim_bits` of embeddings; None leaves it to the
+        embedding_bits: 32 (default), 8 or 4, `optim_bits` of embeddings; None leaves it to the
             optimizer.
         decay_embeddings: whether embeddings have weight decay. Default True.
         no_decay: names of further parameters without decay; `*` stands for any part of a name, as
@@ -61,7 +61,7 @@ def parameter_groups(
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be a torch.nn.Module; got {type(model).__name__}")
     _checks.number("weight_decay", weight_decay, 0.0)
-    _checks.one_of("embedding_bits", embedding_bits, (8, 32, None))
+    _checks.one_of("embedding_bits", embedding_bits, (4, 8, 32, None))
     _checks.flag("decay_embeddings", decay_embeddings)
     _checks.flag("named", named)
     names = [name for name, p in model.named_parameters() if p.requires_grad]

@@ -28,7 +28,7 @@ class Toy(Format):
         codes = [Part(f"{moment.key}_code", torch.uint8) for moment in moments]
         return (*codes, Part("scale", torch.float32, per_block=True))
 
-    def encode(self, moments, values, random=()):
+    def encode(self, moments, values):
         scale = torch.stack([x.abs().amax(-1, keepdim=True) for x in values]).amax(0).float()
         unit = torch.where(scale > 0, TOP / scale, 0.0)
         return [*((x.float() * unit + (ZERO + 0.5)).floor().to(torch.uint8) for x in values), scale]
