@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from benchmarks.common.intervals import bits
+
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
@@ -74,7 +76,7 @@ def intervals(path: Path, report: Mapping[str, object]) -> None:
     panel.set_yticks(range(len(pairs)), [pair["optimizer"] for pair in pairs])
     panel.invert_yaxis()
     panel.set_xlabel(
-        f"8 bits minus 32 bits, {report['metric']}: mean of {report['seeds']} seeds and its "
+        f"{bits(report)} bits minus 32 bits, {report['metric']}: mean of {report['seeds']} seeds and its "
         f"{100 * report['confidence']:g} % interval;\nshaded: the margin of ±{margin:g}; grey: "
         "single seeds, larger where several coincide"
     )
