@@ -76,9 +76,9 @@ def intervals(path: Path, report: Mapping[str, object]) -> None:
     panel.set_yticks(range(len(pairs)), [pair["optimizer"] for pair in pairs])
     panel.invert_yaxis()
     panel.set_xlabel(
-        f"{bits(report)} bits minus 32 bits, {report['metric']}: mean of {report['seeds']} seeds and its "
-        f"{100 * report['confidence']:g} % interval;\nshaded: the margin of ±{margin:g}; grey: "
-        "single seeds, larger where several coincide"
+        f"{bits(report)} bits minus 32 bits, {report['metric']}: mean of {report['seeds']} seeds "
+        f"and its {100 * report['confidence']:g} % interval;\nshaded: the margin of ±{margin:g}; "
+        "grey: single seeds, larger where several coincide"
     )
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=110)

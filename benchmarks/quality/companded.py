@@ -65,4 +65,4 @@ class Companded(torch.optim.Optimizer):
                 count = state.get("step", 0) + 1
                 state.update(self._encode(m, v), step=count)
                 root = (v / (1 - beta2**count)).sqrt()
-                p -= group["lr"] / (1 - beta1**count) * m / (root + group["eps"])
+                p.addcdiv_(m, root + group["eps"], value=-group["lr"] / (1 - beta1**count))

@@ -84,7 +84,11 @@ def refusal(source: Source) -> str | None:
 
 
 def displacements(
-    source: Source, gradients: Iterable[Tensor], stops: Iterable[int], eps: float, dtype: torch.dtype
+    source: Source,
+    gradients: Iterable[Tensor],
+    stops: Iterable[int],
+    eps: float,
+    dtype: torch.dtype,
 ) -> Iterator[Tensor]:
     """How far a weight has moved from zero after so many steps, float64."""
     p, optimizer, wanted = None, None, set(stops)
@@ -141,9 +145,7 @@ def record(task: workloads.Task, layers: Mapping[str, int], steps: int) -> dict[
     return recorded
 
 
-def of_training(
-    methods: Mapping[str, Source], steps: int
-) -> dict[str, dict[str, list[float]]]:
+def of_training(methods: Mapping[str, Source], steps: int) -> dict[str, dict[str, list[float]]]:
     """By layer, the errors after 20 steps of recorded gradients and after all."""
     found = {}
     for task in workloads.select(list(dict.fromkeys(layer[0] for layer in LAYERS))):
@@ -193,35 +195,42 @@ LONG: dict[str, tuple[Callable[[int, int, Tensor], Tensor], Callable[[Tensor], T
 
 
 def long_run(methods: Mapping[str, Source], case: str, steps: int) -> dict[str, dict]:
-    """Sizes of steps beside the 32-bit twin's: `ratio` over those that count, `windows` over all.
+    """Steps beside the 32-bit twin's, over the steps and elements that count.
 
-    A size is the mean of |p - p before| over the elements that are looked at and over steps.
+    Returns:
+        of each method `size`, the mean of |p - p before| by the twin's; `along`, the part of its
+        steps that goes along the twin's, in which noise averages out; and `windows`, the size over
+        the whole run.
     """
     change, looked_at, start = LONG[case]
     generator = torch.Generator().manual_seed(5)
-    weights = {n: torch.nn.Parameter(torch.zeros(LONG_SHAPE)) for n in ("", *methods)}
+    weights = {n: torch.nn.Parameter(torch.zeros(LONG_SHAPE)) for n in (TWIN.cls, *methods)}
     made = {n: make(methods.get(n, TWIN), p, TINY_EPS) for n, p in weights.items()}
     sizes: dict[str, list[float]] = {name: [] for name in weights}
-    columns = looked_at(torch.zeros(LONG_SHAPE))
+    products = dict.fromkeys(weights, 0.0)
+    columns, first = looked_at(torch.zeros(LONG_SHAPE)), int(start * steps)
     for step in range(steps):
         g = change(step, steps, torch.randn(LONG_SHAPE, generator=generator))
         for name, p in weights.items():
             p.data.zero_()  # so that a step is not rounded to the weight's own numbers
             p.grad = g
             made[name].step()
-            sizes[name].append(float(p.detach()[:, columns].abs().mean()))
-    first, width = int(start * steps), max(1, steps // WINDOWS)
-    found = {}
-    for name in methods:
-        cuts = range(0, steps - width + 1, width)
-        found[name] = {
-            "ratio": sum(sizes[name][first:]) / sum(sizes[""][first:]),
+            moved = p.detach()[:, columns]
+            sizes[name].append(float(moved.abs().mean()))
+            if step >= first:
+                products[name] += float((moved * weights[TWIN.cls].detach()[:, columns]).mean())
+    width, twin = max(1, steps // WINDOWS), sizes[TWIN.cls]
+    return {
+        name: {
+            "size": sum(sizes[name][first:]) / sum(twin[first:]),
+            "along": products[name] / products[TWIN.cls],
             "windows": [
-                round(sum(sizes[name][k : k + width]) / sum(sizes[""][k : k + width]), 4)
-                for k in cuts
+                round(sum(sizes[name][k : k + width]) / sum(twin[k : k + width]), 4)
+                for k in range(0, steps - width + 1, width)
             ],
         }
-    return found
+        for name in methods
+    }
 
 
 def times(side: int, rounds: int) -> dict[str, dict]:
@@ -279,7 +288,10 @@ def tables(written: Mapping[str, dict]) -> Iterator[str]:
     runs = written["long"]
     yield _grid(
         ("state", *runs),
-        ([name, *(f"{runs[key][name]['ratio']:.3f}" for key in runs)] for name in OURS),
+        (
+            [name, *("{size:.3f} / {along:.3f}".format(**runs[key][name]) for key in runs)]
+            for name in OURS
+        ),
     )
     if written["time"]:
         yield _grid(
