@@ -33,8 +33,7 @@ LAYERS = (
     ("gpt", "blocks.0.qkv.weight", 64, "gpt-qkv"),
     ("gpt", "blocks.1.down.weight", 64, "gpt-down"),
     ("gpt", "head.weight", 256, "gpt-head"),
-    ("mnist", "2.weight", 32, "cnn-conv"),
-    ("mnist", "5.weight", 32, "cnn-linear"),
+    ("mnist", "5.weight", 32, "cnn"),
 )
 LONG_SHAPE, SHRINK, SPIKE = (16, 256), 0.01, 1e4
 WINDOWS = 80  # into which the steps of a long run fall
