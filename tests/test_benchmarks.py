@@ -193,6 +193,8 @@ def test_every_optimizer_has_a_row():
     ours = {name.removesuffix("8bit") for name in vars(lowbit_optim) if name.endswith("8bit")}
     assert {row.cls for row in registry.ROWS} == ours
     assert len({row.name for row in registry.ROWS}) == len(registry.ROWS)
+    four = {name.removesuffix("4bit") for name in vars(lowbit_optim) if name.endswith("4bit")}
+    assert {row.cls for row in registry.ROWS if row.four} == four
     programs = {program for row in registry.ROWS for program in row.default_of}
     assert programs == {*workloads.TASKS, "first step", "32-bit step", "kinds"}
 
@@ -325,12 +327,32 @@ def test_equivalence_writes_its_record_and_fails_outside_the_margin(tmp_path):
         (("--optimizer", "AdamW32bit"), "has no 32-bit twin"),
         (("--task", "gpt"), "has no accuracy"),
         (("--seeds", "1"), "Invalid value for '--seeds'"),
+        (("--format", "dynamic9"), "no optimizer is tested in state format 'dynamic9'"),
+        (("--optimizer", "AdamW4bit"), "needs --format ratio4"),
+        (("--format", "ratio8", "--control", "32"), "of the codes that 8 bits mean"),
     ],
 )
 def test_equivalence_refuses(arguments, message):
     result = run(equivalence_program, *arguments)
     assert result.exit_code == 2
     assert message in result.output
+
+
+@pytest.mark.parametrize("name", ["SGD8bit-ratio8", "AdamW4bit"])
+def test_equivalence_of_another_format(tmp_path, name):
+    pytest.importorskip("sklearn")
+    pytest.importorskip("matplotlib")
+    state_format = registry.REGISTRY[name].state_format
+    result = run(
+        equivalence_program, "--optimizer", name, "--format", state_format, "--seeds", 2,
+        "--steps", 2, "--threads", 1, "--device", "cpu", "--margin", 100, "--out", tmp_path,
+    )  # fmt: skip
+    assert result.exit_code == 0, result.output
+    written = json.loads((tmp_path / f"equivalence_{state_format}.json").read_text())
+    (pair,) = written["pairs"]
+    assert (pair["optimizer"], pair["share_8bit"]) == (name, 1.0)
+    assert f"--format {state_format}" in written["command"]
+    assert f" {'4' if state_format == 'ratio4' else '8'} bits |" in intervals.markdown(written)
 
 
 def test_passes_times_every_pass(tmp_path, monkeypatch):

@@ -68,11 +68,15 @@ def test_a_run_whose_state_is_not_in_8_bits_is_no_evidence():
         equivalence.judge([registry.REGISTRY["SGD8bit"]], rows, 0.5)
 
 
-@pytest.mark.parametrize("name", ["equivalence", "equivalence_control32"])
-def test_committed_result_is_of_every_pair_and_the_page_shows_it(name):
-    written = json.loads((RESULTS / f"{name}.json").read_text())
-    assert [pair["optimizer"] for pair in written["pairs"]] == equivalence.all_pairs()
-    assert len(written["pairs"]) == 16
+@pytest.mark.parametrize(
+    ("name", "count"),
+    [("", 16), ("_control32", 16), ("_ratio8", 16), ("_ratio4", 5)],
+)
+def test_committed_result_is_of_every_pair_and_the_page_shows_it(name, count):
+    written = json.loads((RESULTS / f"equivalence{name}.json").read_text())
+    pairs = equivalence.all_pairs(written.get("state_format"))
+    assert [pair["optimizer"] for pair in written["pairs"]] == pairs
+    assert len(written["pairs"]) == count
     for pair in written["pairs"]:
         found = intervals.paired(pair["quality_8bit"], pair["quality_32bit"], written["margin"])
         assert pair["differences"] == found["differences"]
@@ -81,7 +85,7 @@ def test_committed_result_is_of_every_pair_and_the_page_shows_it(name):
             assert pair[name] == pytest.approx(found[name], rel=1e-6, abs=1e-12)
         assert pair["equivalent"] == found["equivalent"]
     passed = sum(pair["equivalent"] for pair in written["pairs"])
-    assert passed == 16 if written["coarsen"] is None else passed < 16
+    assert passed == count if written["coarsen"] is None else passed < count
     page = (ROOT / "docs" / "equivalence.md").read_text()
     assert f"\n\n{intervals.markdown(written)}\n\n" in page
     options = written["command"].partition(".equivalence ")[2]

@@ -82,7 +82,17 @@ HEAD = ("optimizer", "8 bits", "32 bits", "mean diff.", "sd", "95 % interval",
         "TOST p", "inside")  # fmt: skip
 
 
+def bits(report: Mapping[str, object]) -> int:
+    """Those of the state that a result file compares with 32."""
+    return 4 if report.get("state_format") == "ratio4" else 8
+
+
+def head(report: Mapping[str, object]) -> tuple[str, ...]:
+    """The headings of its table."""
+    return (HEAD[0], f"{bits(report)} bits", *HEAD[2:])
+
+
 def markdown(report: Mapping[str, object]) -> str:
     """The table of a result file."""
-    rows = [HEAD, ("---",) * len(HEAD), *(cells(pair) for pair in report["pairs"])]
+    rows = [head(report), ("---",) * len(HEAD), *(cells(pair) for pair in report["pairs"])]
     return "\n".join(f"| {' | '.join(row)} |" for row in rows)

@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from benchmarks.common.intervals import bits
+
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
@@ -74,9 +76,9 @@ def intervals(path: Path, report: Mapping[str, object]) -> None:
     panel.set_yticks(range(len(pairs)), [pair["optimizer"] for pair in pairs])
     panel.invert_yaxis()
     panel.set_xlabel(
-        f"8 bits minus 32 bits, {report['metric']}: mean of {report['seeds']} seeds and its "
-        f"{100 * report['confidence']:g} % interval;\nshaded: the margin of ±{margin:g}; grey: "
-        "single seeds, larger where several coincide"
+        f"{bits(report)} bits minus 32 bits, {report['metric']}: mean of {report['seeds']} seeds "
+        f"and its {100 * report['confidence']:g} % interval;\nshaded: the margin of ±{margin:g}; "
+        "grey: single seeds, larger where several coincide"
     )
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=110)
@@ -86,3 +88,35 @@ def _counted(differences: list[float | None]) -> list[tuple[int, float]]:
     """How often each difference occurs; a run that diverged has none."""
     finite = [difference for difference in differences if difference is not None]
     return [(finite.count(one), one) for one in sorted(set(finite))]
+
+
+def formats(path: Path, report: Mapping[str, object]) -> None:
+    """Write a PNG of `formats`: errors by gradient scale, by layer, and two long runs."""
+    figure = _figure(15, 9)
+    (scales, layers), (shrinks, spike) = figure.subplots(2, 2)
+    made, recorded, long = (report[name] for name in ("synthetic", "recorded", "long"))
+    for name in next(iter(made.values())):
+        scales.plot(list(made), [made[key][name][0] for key in made], "o-", label=name)
+        last = [recorded[key][name][-1] for key in recorded]
+        layers.plot(list(recorded), last, "o", label=name)
+    steps = report["steps"]
+    scales.set(title=f"{steps['synthetic']} steps of normal gradients", xlabel="their scale")
+    layers.set(title=f"{steps['recorded'][-1]} steps of recorded gradients", xlabel="layer")
+    for panel in (scales, layers):
+        panel.set(yscale="log", ylabel="error of the total update (nmse)")
+    titles = {"half shrinks": "gradients of half of every block shrink 100 times",
+              "spike": "one gradient of 1e4: its neighbours"}  # fmt: skip
+    for panel, case in ((shrinks, "half shrinks"), (spike, "spike")):
+        for name, run in long[case].items():
+            width = steps["long"] / len(run["windows"])
+            at = width * (0.5 + np.arange(len(run["windows"])))
+            panel.plot(at, run["windows"], label=name, linewidth=1.3)
+        panel.axhline(1, color="black", linewidth=0.6)
+        panel.set(
+            title=titles[case], xlabel="step", ylabel="size of steps beside the 32-bit twin's"
+        )
+        panel.set_yscale("log")
+    for panel in (scales, layers, shrinks, spike):
+        panel.legend(fontsize=8)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=110)

@@ -60,6 +60,7 @@ class Row:
         gpu_options: what replaces options there, as its peers have it.
         default_of: programs that take few optimizers unless told which, and take this: the tasks of
             `compare`, "first step" and "32-bit step" of `speed.cpu`, "kinds".
+        four: whether it comes in 4 bits.
     """
 
     name: str
@@ -73,6 +74,7 @@ class Row:
     gpu_peers: tuple[Source, ...] | None = None
     gpu_options: Mapping[str, object] = field(default_factory=dict)
     default_of: tuple[str, ...] = ()
+    four: bool = False
 
     @property
     def cls(self) -> str:
@@ -104,6 +106,7 @@ class Entry:
         aim: largest ratio to `fused` that is aimed at, or None.
         sign: as its row's.
         peer: module of another library that has to be importable, or None.
+        state_format: the format that its name gives; None where it is what its bits mean.
     """
 
     name: str
@@ -115,6 +118,7 @@ class Entry:
     aim: float | None = None
     sign: bool = False
     peer: str | None = None
+    state_format: str | None = None
 
     def learning_rate(self, task: str) -> float:
         """The tuned peak learning rate for a task."""
@@ -137,13 +141,15 @@ MOMENTUM = {"momentum": 0.9, "weight_decay": 5e-4}
 DECAY, NO_DECAY = {"weight_decay": 0.01}, {"weight_decay": 0.0}
 ADAMW_PEERS = (Source("bitsandbytes.optim", "AdamW8bit"), Source("torchao.optim", "AdamW8bit"))
 
+RATIO8, RATIO4 = "ratio8", "ratio4"
+
 ROWS = (
     Row("AdamW", ADAM_LR, beside="AdamW", aim=1.0, cpu_peers=ADAMW_PEERS,
         gpu_peers=(Source("torch.optim", "AdamW", {"fused": True}), *ADAMW_PEERS,
                    Source("flashoptim", "FlashAdamW")),
-        default_of=("gpt", "digits", "first step", "32-bit step", "kinds")),
+        default_of=("gpt", "digits", "first step", "32-bit step", "kinds"), four=True),
     Row("AdamW-amsgrad", None, {"amsgrad": True}),
-    Row("Adam", ADAM_LR, beside="Adam"),
+    Row("Adam", ADAM_LR, beside="Adam", four=True),
     Row("SGD", {"gpt": 0.2, "mnist": 0.1, "digits": 0.1}, MOMENTUM, beside="SGD", aim=1.3,
         default_of=("kinds",)),
     Row("LARS", {"gpt": 10.0, "mnist": 20.0, "digits": 3.0}, MOMENTUM, "paper",
@@ -155,9 +161,9 @@ ROWS = (
         beside="SGD", aim=2.0, default_of=("mnist", "digits")),
     Row("LAMB", LAMB_LR, {"trust_coefficient": 1.0, **DECAY}, beside="AdamW", aim=3.0,
         gpu_peers=(Source("bitsandbytes.optim", "LAMB8bit"),), gpu_options=NO_DECAY,
-        default_of=("kinds",)),
+        default_of=("kinds",), four=True),
     Row("LANS", LAMB_LR, DECAY, beside="AdamW", aim=4.0, gpu_peers=(), gpu_options=NO_DECAY,
-        default_of=("kinds",)),
+        default_of=("kinds",), four=True),
     # SGD with momentum moves fewer bytes than AdamW: the stricter baseline, whose aim implies that
     # of twice fused AdamW.
     Row("Lion", {"gpt": 1e-3, "mnist": 1e-3, "digits": 1e-3}, DECAY, beside="SGD", aim=1.5,
@@ -168,14 +174,17 @@ ROWS = (
     Row("ADOPT", ADAM_LR, beside="AdamW"),
     Row("ScheduleFreeAdamW", {"digits": 1e-2}),
     Row("AdEMAMix", ADAM_LR, beside="AdamW", aim=3.0),
-    Row("Eve", ADAM_LR, beside="AdamW", aim=3.0),
+    Row("Eve", ADAM_LR, beside="AdamW", aim=3.0, four=True),
     Row("Cain", CAIN_LR),
     Row("LearnedGradient", CAIN_LR, {"max_size": 512}),
 )  # fmt: skip
 
 
 def _entries() -> Iterator[Entry]:
-    """Torch's three forms of a class that its own row stands beside, this package's, the peers'."""
+    """Torch's three forms of a class that its own row stands beside, this package's, the peers'.
+
+    Of this package's first the two that every optimizer has, then the further formats.
+    """
     trained = [row for row in ROWS if row.lr is not None]
     for row in trained:
         for form in ("", "fused", "foreach") if row.beside == row.name else ():
@@ -186,6 +195,13 @@ def _entries() -> Iterator[Entry]:
         for bits, twin, aim in ((32, None, None), (8, row.entry_name("32bit"), row.aim)):
             yield Entry(row.entry_name(f"{bits}bit"), row.source(bits), row.lr, twin,
                         **_speed(row), aim=aim, sign=row.sign)  # fmt: skip
+    for row in trained:
+        for name, bits in ((RATIO8, 8), *([(RATIO4, 4)] if row.four else [])):
+            # Four bits have one format, and so need no more than the class's name.
+            given = {"state_format": name} if bits == 8 else {}
+            entry_name = row.entry_name(f"{bits}bit") + (f"-{name}" if given else "")
+            yield Entry(entry_name, row.source(bits, **given), row.lr, row.entry_name("32bit"),
+                        **_speed(row), sign=row.sign, state_format=name)  # fmt: skip
     for row in trained:
         for source in row.cpu_peers:
             # Without a 32-bit twin on the CPU; torch's class is its judge.

@@ -3,7 +3,8 @@
 `python -m benchmarks.quality.equivalence`: both of a pair start from the same weights and see the
 same batches in every seed, and every moment is in 8 bits. The exit status is 1 if a pair is not
 equivalent. `--markdown FILE` prints the table of a result file and trains nothing. `--control N`
-keeps every Nth 8-bit code only, to see that the test can fail.
+keeps every Nth 8-bit code only, to see that the test can fail. `--format ratio8` and `ratio4` test
+every optimizer that can have its state in that format.
 """
 
 from __future__ import annotations
@@ -28,9 +29,13 @@ CONFIDENCE = 0.95
 MIN_8BIT_SIZE = 1
 
 
-def all_pairs() -> list[str]:
-    """Names of this package's 8-bit rows."""
-    return [entry.name for entry in registry.REGISTRY.values() if entry.twin and not entry.peer]
+def all_pairs(state_format: str | None = None) -> list[str]:
+    """Names of this package's rows in a format; without one, what 8 bits mean."""
+    return [
+        entry.name
+        for entry in registry.REGISTRY.values()
+        if entry.twin and not entry.peer and entry.state_format == state_format
+    ]
 
 
 def judge(entries: list[registry.Entry], result: dict, margin: float) -> list[dict[str, object]]:
@@ -70,9 +75,10 @@ def table(written: dict) -> Table:
         title=title, title_justify="left", box=SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False
     )
     # All but the standard deviation, for which 80 columns have no room.
-    shown = [index for index, column in enumerate(intervals.HEAD) if column != "sd"]
+    head = intervals.head(written)
+    shown = [index for index, column in enumerate(head) if column != "sd"]
     for index in shown:
-        heading = intervals.HEAD[index].replace("mean ", "mean\n").replace("TOST ", "TOST\n")
+        heading = head[index].replace("mean ", "mean\n").replace("TOST ", "TOST\n")
         grid.add_column(heading, justify="right" if index else "left", no_wrap=True)
     for pair in written["pairs"]:
         cells = intervals.cells(pair)
@@ -80,24 +86,30 @@ def table(written: dict) -> Table:
     return grid
 
 
-def _entries(optimizer: list[str] | None) -> list[registry.Entry]:
-    """The 8-bit rows to test.
+def _entries(optimizer: list[str] | None, state_format: str | None) -> list[registry.Entry]:
+    """The rows to test, all in this format.
 
     Raises:
-        ValueError: one is unknown, or has no 32-bit twin.
+        ValueError: one is unknown, has no 32-bit twin or another format, or no row has this one.
     """
-    entries = registry.select(optimizer or all_pairs())
+    names = all_pairs(state_format)
+    if not names:
+        raise ValueError(f"no optimizer is tested in state format {state_format!r}")
+    entries = registry.select(optimizer or names)
     for entry in entries:
         if entry.twin is None or entry.peer is not None:
             raise ValueError(f"optimizer {entry.name!r} has no 32-bit twin of this package")
+        if entry.state_format != state_format:
+            raise ValueError(f"optimizer {entry.name!r} needs --format {entry.state_format}")
     return entries
 
 
 def record(result: dict, pairs: list[dict], spec: dict, margin: float) -> dict[str, object]:
     """What is written besides the command and the environment."""
     kept = ("what", "metric", "params", "steps", "data")
+    given = ("device", "threads", "seeds", "min_8bit_size", "coarsen", "state_format")
     return {
-        **{name: spec[name] for name in ("device", "threads", "seeds", "min_8bit_size", "coarsen")},
+        **{name: spec[name] for name in given},
         "margin": margin,
         "confidence": CONFIDENCE,
         **{name: result[name] for name in kept},
@@ -118,6 +130,9 @@ def main(
     control: Annotated[
         int | None, typer.Option(min=2, max=255, help="keep every Nth 8-bit code only")
     ] = None,
+    state_format: Annotated[
+        str | None, typer.Option("--format", help="ratio8 or ratio4; else what 8 bits mean")
+    ] = None,
     markdown: Annotated[Path | None, typer.Option(help="print this result file's table")] = None,
     out: Annotated[Path, typer.Option(help="folder of the results")] = report.LOCAL,
 ) -> None:
@@ -128,17 +143,19 @@ def main(
         return
     options = {"optimizer": optimizer, "task": task, "seeds": seeds, "steps": steps,
                "margin": margin, "device": device, "threads": threads,
-               "control": control}  # fmt: skip
+               "control": control, "format": state_format}  # fmt: skip
     try:
-        entries, (chosen,) = _entries(optimizer), workloads.select([task])
+        entries, (chosen,) = _entries(optimizer, state_format), workloads.select([task])
         if not isinstance(chosen, workloads.Images):
             raise ValueError(f"task {task!r} has no accuracy")
+        if state_format and control:
+            raise ValueError("--control is of the codes that 8 bits mean, not of another format")
         used = compare.resolve_device(device)
     except ValueError as error:
         raise typer.BadParameter(str(error)) from error
     spec = {"seeds": seeds, "steps": steps, "lr": None, "device": used,
             "threads": threads or report.cores(), "min_8bit_size": MIN_8BIT_SIZE,
-            "coarsen": control}  # fmt: skip
+            "coarsen": control, "state_format": state_format}  # fmt: skip
     names = [name for entry in entries for name in (entry.twin, entry.name)]
     try:
         with tempfile.TemporaryDirectory() as folder, compare.bars(console) as progress:
@@ -153,7 +170,8 @@ def main(
         **record(result, pairs, spec, margin),
     }
     console.print(table(written))
-    path = out / ("equivalence.json" if control is None else f"equivalence_control{control}.json")
+    variant = f"_control{control}" if control else f"_{state_format}" if state_format else ""
+    path = out / f"equivalence{variant}.json"
     report.write_json(path, written)
     plot.intervals(path.with_suffix(".png"), written)
     console.print(f"{written['wall_s']:.0f} s\nresults: {path}", soft_wrap=True)

@@ -1,0 +1,212 @@
+"""What the state formats may cost: errors of updates, and step sizes long after a change."""
+
+import pytest
+import torch
+
+import cases
+import lowbit_optim
+from test_quality import nmse, side, total_update
+
+FORMATS8 = pytest.mark.parametrize("state_format", ["dynamic8", "ratio8"])
+ADAMW = {"lr": 1e-3, "eps": 1e-20, "weight_decay": 0.0}
+
+
+def in_format(name, p, state_format, **options):
+    """The optimizer of one parameter in a format, whatever its size; ratio4 has its own class."""
+    if state_format in ("ratio4", "float32"):
+        bits = {"ratio4": 4, "float32": 32}[state_format]
+        few = {} if bits == 32 else {"min_8bit_size": 1}
+        return getattr(lowbit_optim, f"{name}{bits}bit")([p], **few, **options)
+    cls = getattr(lowbit_optim, f"{name}8bit")
+    return cls([p], state_format=state_format, min_8bit_size=1, **options)
+
+
+def zeros(*shape, device="cpu"):
+    return torch.nn.Parameter(torch.zeros(shape, device=device))
+
+
+def error_beside_torch(state_format, scale, shape, device):
+    """Of AdamW's total update in 20 steps."""
+    a, b = zeros(*shape, device=device), zeros(*shape, device=device)
+    got = total_update(in_format("AdamW", a, state_format, **ADAMW), a, scale)
+    return nmse(got, total_update(torch.optim.AdamW([b], **ADAMW), b, scale))
+
+
+@pytest.mark.parametrize("scale", [1e-8, 1e-6, 1e-2, 1.0, 1e4], ids=str)
+@pytest.mark.parametrize(("state_format", "limit"), [("ratio8", 5e-5), ("ratio4", 2.5e-2)])
+@pytest.mark.few_if_interpreted("state_format")
+def test_adamw_follows_torch_at_every_gradient_scale(engine, device, state_format, scale, limit):
+    shape = (side(engine), side(engine))
+    assert error_beside_torch(state_format, scale, shape, device) <= limit
+
+
+@pytest.mark.parametrize(("state_format", "limit"), [("ratio8", 3e-4), ("ratio4", 6e-2)])
+def test_adamw_follows_torch_where_every_element_has_a_scale(engine, device, state_format, limit):
+    shape = (side(engine), side(engine))
+    scales = torch.randn(shape, generator=torch.Generator().manual_seed(9)).exp()
+    assert error_beside_torch(state_format, scales, shape, device) <= limit
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "steps", "limit"),
+    [
+        ("SGD", {"lr": 0.1, "momentum": 0.9}, 60, 2e-4),
+        ("Adagrad", {"lr": 1e-2}, 300, 2e-4),
+        ("RMSprop", {"lr": 1e-3, "centered": True}, 300, 2e-4),
+        ("RMSprop", {"lr": 1e-3, "centered": True, "alpha": 0.9}, 300, 2e-4),
+    ],
+    ids=str,
+)
+def test_ratio8_follows_32_bits(name, options, steps, limit):
+    a, b = zeros(128, 128), zeros(128, 128)
+    got = total_update(in_format(name, a, "ratio8", **options), a, 1.0, steps)
+    want = total_update(in_format(name, b, "float32", **options), b, 1.0, steps)
+    assert nmse(got, want) <= limit
+
+
+def test_a_slow_average_is_twice_as_exact_in_ratio8():
+    """AdEMAMix's, which makes all of the update at this alpha."""
+    options = {**ADAMW, "betas": (0.9, 0.999, 0.9999), "alpha": 1e4}
+    found = {}
+    for state_format in ("float32", "dynamic8", "ratio8"):
+        p = zeros(128, 128)
+        found[state_format] = total_update(
+            in_format("AdEMAMix", p, state_format, **options), p, 1.0, 300
+        )
+    errors = {name: nmse(got, found["float32"]) for name, got in found.items()}
+    assert errors["ratio8"] <= 0.5 * errors["dynamic8"] <= 1e-2
+
+
+def test_the_last_of_many_steps_after_gradients_have_become_smaller():
+    """2,000 steps, gradients 100 times smaller after 500."""
+    a, b = zeros(64, 128), zeros(64, 128)
+    ours = in_format("AdamW", a, "ratio8", **ADAMW)
+    theirs = torch.optim.AdamW([b], **ADAMW)
+    generator = torch.Generator().manual_seed(3)
+    for step in range(2000):
+        g = torch.randn(a.shape, generator=generator) * (0.01 if step >= 500 else 1.0)
+        before = a.detach().clone(), b.detach().clone()
+        a.grad, b.grad = g, g.clone()
+        ours.step()
+        theirs.step()
+    assert nmse(a.detach() - before[0], b.detach() - before[1]) <= 2e-3
+
+
+def steps_beside_twin(case, state_format, change, columns, count, first):
+    """Of the steps from `first` on: their size, and what of them goes along the 32-bit twin's.
+
+    Both as parts of the twin's steps. In what goes along, the noise of rounding averages out, and
+    in the size it does not.
+    """
+    generator = torch.Generator().manual_seed(5)
+    start = torch.randn(16, 128, generator=generator)
+    twin, p = (torch.nn.Parameter(start.clone()) for _ in range(2))
+    made = [
+        (x, in_format(case.name, x, f, lr=case.lr, **case.options))
+        for x, f in ((twin, "float32"), (p, state_format))
+    ]
+    size, along = torch.zeros(2), torch.zeros(2)
+    for step in range(count):
+        g = torch.randn(start.shape, generator=generator)
+        change(step, g)
+        moved = []
+        for x, optimizer in made:
+            before = x.detach().clone()
+            x.grad = g.clone()
+            optimizer.step()
+            moved.append((x.detach() - before)[:, columns])
+        if step >= first:
+            size += torch.stack([x.abs().mean() for x in moved])
+            along += torch.stack([(x * moved[0]).mean() for x in moved])
+    return float(size[1] / size[0]), float(along[1] / along[0])
+
+
+def all_shrink(step, g):
+    if step >= 1000:
+        g *= 0.01
+
+
+def half_shrinks(step, g):
+    if step >= 1000:
+        g[:, ::2] *= 0.01
+
+
+def spike(step, g):
+    if step == 500:
+        g[:, 0] = 1e4
+
+
+# Its slow average coasts then, by 1e-4 a step, and ratio8 keeps it beside a scale of 8 bits: where
+# that is rounded down, the largest number of a block is cut by up to .4 % in every step.
+ERODES = "the 16-bit scale of a slow ratio erodes the largest numbers of its block"
+
+
+@pytest.mark.slow
+@FORMATS8
+@pytest.mark.parametrize("case", cases.one_per_class(), ids=lambda case: case.id)
+def test_steps_have_their_size_when_gradients_have_become_smaller(request, case, state_format):
+    """100 times at step 1,000: the sizes of steps 2,000 to 4,000."""
+    if (case.name, state_format) == ("AdEMAMix", "ratio8"):
+        request.applymarker(pytest.mark.xfail(reason=ERODES, strict=True))
+    size, along = steps_beside_twin(case, state_format, all_shrink, slice(None), 4000, 2000)
+    assert size == pytest.approx(1, abs=0.05)
+    assert along == pytest.approx(1, abs=0.05)
+
+
+ADAMS = [case for case in cases.one_per_class() if case.name in ("Adam", "AdamW")]
+
+
+@pytest.mark.slow
+@FORMATS8
+@pytest.mark.parametrize("case", ADAMS, ids=lambda case: case.id)
+def test_steps_have_their_size_when_gradients_of_half_a_block_have_become_smaller(
+    case, state_format
+):
+    """The other half keeps the block's scale: rounded to nearest, small squares would freeze."""
+    _, along = steps_beside_twin(case, state_format, half_shrinks, slice(0, None, 2), 4000, 2000)
+    assert along == pytest.approx(1, abs=0.05)
+
+
+@pytest.mark.slow
+@FORMATS8
+@pytest.mark.parametrize("case", ADAMS, ids=lambda case: case.id)
+def test_one_spike_is_forgotten(case, state_format):
+    """A gradient of 1e4: its neighbours' steps 3,000 steps later."""
+    size, along = steps_beside_twin(case, state_format, spike, slice(1, 64), 3600, 3500)
+    assert size == pytest.approx(1, abs=0.1)
+    assert along == pytest.approx(1, abs=0.1)
+
+
+def test_without_dither_one_spike_is_not_forgotten():
+    """What the tests above are about: they could fail."""
+    case = next(case for case in ADAMS if case.name == "AdamW")
+    nearest = cases.Case("AdamW", {"dither": False}, case.rule, case.moments)
+    size, _ = steps_beside_twin(nearest, "dynamic8", spike, slice(1, 64), 1600, 1500)
+    assert size > 2
+
+
+@FORMATS8
+def test_a_centered_rmsprop_trains(state_format):
+    """Its variance is a difference that rounding must not turn negative."""
+    losses = {}
+    for name in ("float32", state_format):
+        torch.manual_seed(0)
+        model = torch.nn.Sequential(
+            torch.nn.Linear(16, 64), torch.nn.Tanh(), torch.nn.Linear(64, 1)
+        )
+        generator = torch.Generator().manual_seed(1)
+        few = {} if name == "float32" else {"min_8bit_size": 1, "state_format": name}
+        bits = 32 if name == "float32" else 8
+        cls = getattr(lowbit_optim, f"RMSprop{bits}bit")
+        optimizer = cls(model.parameters(), lr=1e-3, alpha=0.9, centered=True, **few)
+        losses[name] = []
+        for _ in range(300):
+            x = torch.randn(64, 16, generator=generator)
+            loss = (model(x) - x[:, :4].prod(1, keepdim=True).sin()).square().mean()
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            losses[name].append(loss.item())
+    ends = {name: sum(run[-50:]) / 50 for name, run in losses.items()}
+    assert max(losses[state_format]) <= 1.5 * max(losses["float32"])
+    assert ends[state_format] == pytest.approx(ends["float32"], rel=0.1)
