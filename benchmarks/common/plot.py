@@ -86,3 +86,24 @@ def _counted(differences: list[float | None]) -> list[tuple[int, float]]:
     """How often each difference occurs; a run that diverged has none."""
     finite = [difference for difference in differences if difference is not None]
     return [(finite.count(one), one) for one in sorted(set(finite))]
+
+
+def fine_tuning(path: Path, report: Mapping[str, object]) -> None:
+    """Write a PNG of a fine-tuning: a panel a learning rate, loss beside that of fp32 masters."""
+    rates = report["learning_rates"]
+    figure = _figure(6.5 * len(rates), 4.2)
+    panels = figure.subplots(1, len(rates), squeeze=False)[0]
+    for panel, (rate, rows) in zip(panels, rates.items(), strict=True):
+        for name, row in rows.items():
+            losses = _smooth(np.array(row["losses"]))
+            steps = np.arange(1, losses.shape[1] + 1)
+            style = {"fp32": ":", "32": "-"}.get(name, "--")
+            label = name if name == "fp32" else f"bf16, master_weight_bits={name}"
+            line = panel.plot(steps, losses.mean(0), style, label=label, linewidth=1.4)[0]
+            panel.fill_between(
+                steps, losses.min(0), losses.max(0), color=line.get_color(), alpha=0.1, linewidth=0
+            )
+        panel.set(title=f"learning rate {rate}", xlabel="step", ylabel="training loss (nats)")
+        panel.legend()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=110)
