@@ -29,6 +29,13 @@ def _figure(width: float, height: float) -> Figure:
     return figure
 
 
+def _style(name: str) -> str:
+    """A line for weights in bf16, or else for few bits of state, or for 32."""
+    if "bf16" in name:
+        return ":"
+    return "--" if "8bit" in name or "4bit" in name else "-"
+
+
 def loss_curves(path: Path, results: Mapping[str, Mapping[str, object]]) -> None:
     """Write a PNG: a panel a task, the mean over seeds a line, the range over seeds a band."""
     figure = _figure(7 * len(results), 4.5)
@@ -40,7 +47,7 @@ def loss_curves(path: Path, results: Mapping[str, Mapping[str, object]]) -> None
                 continue
             losses = _smooth(np.array([losses[:length] for losses in row["losses"]]))
             steps = np.arange(1, length + 1)
-            style = "--" if "8bit" in name else "-"
+            style = _style(name)
             line = panel.plot(steps, losses.mean(0), style, label=name, linewidth=1.3)[0]
             panel.fill_between(
                 steps, losses.min(0), losses.max(0), color=line.get_color(), alpha=0.12, linewidth=0

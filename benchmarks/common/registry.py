@@ -43,6 +43,23 @@ class Source:
 
 
 @dataclass(frozen=True)
+class Form:
+    """A further way to store the state or the weights of a row's optimizer.
+
+    Attributes:
+        suffix: what follows the class in its entry's name: "8bit-ratio8".
+        bits: of the class that is built, `X4bit`, `X8bit` or `X32bit`.
+        options: of the constructor, besides the row's.
+        dtype: of the weights and activations.
+    """
+
+    suffix: str
+    bits: int
+    options: Mapping[str, object] = field(default_factory=dict)
+    dtype: torch.dtype = torch.float32
+
+
+@dataclass(frozen=True)
 class Row:
     """One optimizer of this package, or one variant of it, in 32 and in 8 bits.
 
@@ -60,6 +77,7 @@ class Row:
         gpu_options: what replaces options there, as its peers have it.
         default_of: programs that take few optimizers unless told which, and take this: the tasks of
             `compare`, "first step" and "32-bit step" of `speed.cpu`, "kinds".
+        forms: further ways to store it, which `compare` trains along with it.
     """
 
     name: str
@@ -73,6 +91,7 @@ class Row:
     gpu_peers: tuple[Source, ...] | None = None
     gpu_options: Mapping[str, object] = field(default_factory=dict)
     default_of: tuple[str, ...] = ()
+    forms: tuple[Form, ...] = ()
 
     @property
     def cls(self) -> str:
@@ -83,6 +102,10 @@ class Row:
         """Its entry's name, "LARS8bit-cap" for "8bit"; a preset is named as a variant is."""
         variant = self.name.partition("-")[2] or self.preset
         return f"{self.cls}{bits}" + (f"-{variant}" if variant else "")
+
+    def form_name(self, form: Form) -> str:
+        """The name of a form's entry, "AdamW8bit-ratio8"."""
+        return f"{self.cls}{form.suffix}"
 
     def source(self, bits: int, **options: object) -> Source:
         """Its factory in these bits."""
@@ -104,6 +127,7 @@ class Entry:
         aim: largest ratio to `fused` that is aimed at, or None.
         sign: as its row's.
         peer: module of another library that has to be importable, or None.
+        form: a further way to store what another entry of this package has, or None.
     """
 
     name: str
@@ -115,6 +139,12 @@ class Entry:
     aim: float | None = None
     sign: bool = False
     peer: str | None = None
+    form: Form | None = None
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """What weights and activations are in."""
+        return torch.float32 if self.form is None else self.form.dtype
 
     def learning_rate(self, task: str) -> float:
         """The tuned peak learning rate for a task."""
@@ -134,6 +164,13 @@ ADAM_LR = {"gpt": 2e-3, "mnist": 2e-3, "digits": 3e-3}
 LAMB_LR = {"gpt": 1e-2, "mnist": 1e-2, "digits": 1e-2}
 CAIN_LR = {"gpt": 1e-2, "mnist": 3e-2, "digits": 3e-2}  # for gpt customary, not tuned
 MOMENTUM = {"momentum": 0.9, "weight_decay": 5e-4}
+BF16 = torch.bfloat16
+STORED = (
+    Form("8bit-ratio8", 8, {"state_format": "ratio8"}),
+    Form("4bit", 4),
+    Form("8bit-bf16", 8, {"master_weight_bits": "auto"}, BF16),
+    Form("8bit-bf16-nearest", 8, {"master_weight_bits": None}, BF16),
+)
 DECAY, NO_DECAY = {"weight_decay": 0.01}, {"weight_decay": 0.0}
 ADAMW_PEERS = (Source("bitsandbytes.optim", "AdamW8bit"), Source("torchao.optim", "AdamW8bit"))
 
@@ -141,7 +178,7 @@ ROWS = (
     Row("AdamW", ADAM_LR, beside="AdamW", aim=1.0, cpu_peers=ADAMW_PEERS,
         gpu_peers=(Source("torch.optim", "AdamW", {"fused": True}), *ADAMW_PEERS,
                    Source("flashoptim", "FlashAdamW")),
-        default_of=("gpt", "digits", "first step", "32-bit step", "kinds")),
+        default_of=("gpt", "digits", "first step", "32-bit step", "kinds"), forms=STORED),
     Row("AdamW-amsgrad", None, {"amsgrad": True}),
     Row("Adam", ADAM_LR, beside="Adam"),
     Row("SGD", {"gpt": 0.2, "mnist": 0.1, "digits": 0.1}, MOMENTUM, beside="SGD", aim=1.3,
@@ -186,6 +223,10 @@ def _entries() -> Iterator[Entry]:
         for bits, twin, aim in ((32, None, None), (8, row.entry_name("32bit"), row.aim)):
             yield Entry(row.entry_name(f"{bits}bit"), row.source(bits), row.lr, twin,
                         **_speed(row), aim=aim, sign=row.sign)  # fmt: skip
+        for form in row.forms:
+            yield Entry(row.form_name(form), row.source(form.bits, **form.options), row.lr,
+                        row.entry_name("32bit"), **_speed(row), sign=row.sign,
+                        form=form)  # fmt: skip
     for row in trained:
         for source in row.cpu_peers:
             # Without a 32-bit twin on the CPU; torch's class is its judge.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import inspect
+import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -17,7 +18,7 @@ STEPS = 20
 SHAPES = ((64, 512), (5000,), (33, 300), (40,))
 # Largest normalised mean squared error of the total update. 32 bits leave fp32 rounding of the
 # parameter; 8 bits leave the codes' rounding of the moments.
-LIMIT_32, LIMIT_8 = 1e-9, 1e-3
+LIMIT_32, LIMIT_8, LIMIT_4 = 1e-9, 1e-3, 5e-2
 # Where a step is a sign: a rounded momentum near zero moves a weight by two whole steps.
 LIMIT_8_SIGN = 1e-2
 # What `adamw(**options)` of the references hands on.
@@ -29,11 +30,13 @@ def _rule(optimizer: torch.optim.Optimizer) -> Callable[..., torch.Tensor]:
     if str(TESTS) not in sys.path:
         sys.path.insert(0, str(TESTS))
     reference = importlib.import_module("reference")
-    name = type(optimizer).__name__.lower().removesuffix("8bit").removesuffix("32bit")
+    name = re.sub(r"(4|8|32)bit$", "", type(optimizer).__name__).lower()
     return {key.replace("_", ""): value for key, value in vars(reference).items()}[name]
 
 
 def _limit(entry: Entry) -> float:
+    if "4bit" in entry.name:
+        return LIMIT_4
     if "8bit" not in entry.name:
         return LIMIT_32
     return LIMIT_8_SIGN if entry.sign else LIMIT_8
@@ -78,7 +81,7 @@ def verify(entry: Entry, lr: float, device: torch.device) -> float:
     """The update error of an optimizer.
 
     Raises:
-        AssertionError: it is above `LIMIT_8` or `LIMIT_32`.
+        AssertionError: it is above the limit of its bits.
     """
     error, limit = update_error(entry, lr, device), _limit(entry)
     if not error <= limit:

@@ -29,8 +29,9 @@ MIN_8BIT_SIZE = 1
 
 
 def all_pairs() -> list[str]:
-    """Names of this package's 8-bit rows."""
-    return [entry.name for entry in registry.REGISTRY.values() if entry.twin and not entry.peer]
+    """Names of this package's 8-bit rows, as `optim_bits=8` stores them."""
+    entries = registry.REGISTRY.values()
+    return [one.name for one in entries if one.twin and not one.peer and one.form is None]
 
 
 def judge(entries: list[registry.Entry], result: dict, margin: float) -> list[dict[str, object]]:
