@@ -8,6 +8,7 @@ runs of a seed see the same batches; held-out loss is that of the weights that t
 from __future__ import annotations
 
 import copy
+import json
 import math
 import time
 from collections.abc import Callable
@@ -211,6 +212,26 @@ def table(written: dict) -> Table:
     return grid
 
 
+def markdown(written: dict) -> str:
+    """The table of a result file."""
+    head = ("learning rate", "weights", "held-out bits per byte", "minus fp32 masters",
+            "within one sd", "nmse to fp32 masters", "nmse to fp32", "motion")  # fmt: skip
+    lines = [head, ("---",) * len(head)]
+    for rate, rows in written["learning_rates"].items():
+        for name, row in rows.items():
+            mean, difference = row["held_out"], row["minus_fp32_masters"]
+            errors = [row[f"nmse_of_{of}"]["mean"] for of in ("fp32_masters", "fp32")]
+            lines.append((
+                rate, name if name == "fp32" else f"bf16, `{name}`",
+                f"{mean['mean']:.4f} ± {mean['sd']:.4f}",
+                f"{difference['mean']:+.4f} ± {difference['sd']:.4f}",
+                "yes" if row["within_one_sd"] else "no",
+                *(f"{error:.1e}" if error else "0" for error in errors),
+                f"{row['motion']['mean']:.3f}",
+            ))  # fmt: skip
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
 def main(
     lr: Annotated[list[float] | None, typer.Option(min=0.0, help="repeatable")] = None,
     seeds: Annotated[int, typer.Option(min=1, help="runs of each kind")] = 3,
@@ -221,9 +242,15 @@ def main(
         str, typer.Option(help="of the standard library, that is fine-tuned on")
     ] = "encodings",
     threads: Annotated[int | None, typer.Option(min=1, help="CPU threads")] = None,
+    from_file: Annotated[
+        Path | None, typer.Option("--markdown", help="print this result file's table")
+    ] = None,
     out: Annotated[Path, typer.Option(help="folder for weights.json and .png")] = report.LOCAL,
 ) -> None:
     """Fine-tune a bf16 model with each way to store its weights, beside fp32 ones."""
+    if from_file is not None:
+        print(markdown(json.loads(from_file.read_text(encoding="utf-8"))))
+        return
     console, began, load_before = Console(), time.perf_counter(), report.load_average()
     options = {"lr": lr, "seeds": seeds, "steps": steps, "pretrain": pretrain, "width": width,
                "folder": folder, "threads": threads}  # fmt: skip

@@ -9,6 +9,7 @@ and a sequence of 4 bytes keeps them small.
 
 from __future__ import annotations
 
+import json
 import time
 from pathlib import Path
 from typing import Annotated
@@ -53,8 +54,9 @@ def table(rows: list[dict], bucket_bytes: int) -> Table:
         f"{rows[0]['params']:,} bf16 parameters; MiB; released in buckets of "
         f"{bucket_bytes / 2**20:g}"
     )
-    grid = Table(title=title, title_justify="left", box=SIMPLE_HEAD, padding=(0, 1, 0, 0),
-                 pad_edge=False)
+    grid = Table(
+        title=title, title_justify="left", box=SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False
+    )
     heads = ("optimizer", "bits", "gradients", "weights", "gradi-\nents", "state", "sum",
              "mea-\nsured", "over")  # fmt: skip
     for index, head in enumerate(heads):
@@ -70,6 +72,23 @@ def table(rows: list[dict], bucket_bytes: int) -> Table:
     return grid
 
 
+def markdown(written: dict) -> str:
+    """The table of a result file, in MiB."""
+    head = ("optimizer", "`master_weight_bits`", "gradients", "weights + gradients + state",
+            "sum", "measured", "over")  # fmt: skip
+    lines = [head, ("---",) * len(head)]
+    for row in written["rows"]:
+        parts = " + ".join(f"{row[key] / 2**20:.1f}" for key in ("weights", "gradients", "state"))
+        peak, over = row["peak"], row["over"]
+        lines.append((
+            f"`{row['optimizer']}`", str(row["bits"]), "released" if row["released"] else "whole",
+            parts, f"{row['expected'] / 2**20:.1f}",
+            "n/a" if peak is None else f"{peak / 2**20:.1f}",
+            "n/a" if over is None else f"{100 * over:+.1f} %",
+        ))  # fmt: skip
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
 def main(
     optimizer: Annotated[list[str] | None, typer.Option(help="repeatable")] = None,
     bits: Annotated[list[int] | None, typer.Option(help="16, 24 or 32; repeatable")] = None,
@@ -77,9 +96,15 @@ def main(
     layers: Annotated[int, typer.Option(min=1, help="of the model")] = 8,
     bucket_bytes: Annotated[int, typer.Option(min=0, help="of gradients")] = BUCKET_BYTES,
     threads: Annotated[int | None, typer.Option(min=1, help="CPU threads")] = None,
+    from_file: Annotated[
+        Path | None, typer.Option("--markdown", help="print this result file's table")
+    ] = None,
     out: Annotated[Path, typer.Option(help="folder for memory.json")] = report.LOCAL,
 ) -> None:
     """Weigh whole training steps of a bf16 model with and without gradient release."""
+    if from_file is not None:
+        print(markdown(json.loads(from_file.read_text(encoding="utf-8"))))
+        return
     console, began = Console(), time.perf_counter()
     for name in optimizer or []:
         if name not in OPTIMIZERS:
@@ -102,7 +127,9 @@ def main(
     console.print(table(rows, bucket_bytes))
     weighed = [row["over"] for row in rows if row["released"] and row["over"] is not None]
     missed = sum(over > AIM for over in weighed)
-    console.print(f"released: {len(weighed) - missed} of {len(weighed)} within {AIM:.0%} of the sum")
+    console.print(
+        f"released: {len(weighed) - missed} of {len(weighed)} within {AIM:.0%} of the sum"
+    )
     written = {
         **report.origin("benchmarks.speed.memory", options),
         "wall_s": round(time.perf_counter() - began, 1),
