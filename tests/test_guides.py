@@ -1,4 +1,4 @@
-"""The code of the guides runs as it stands there, block after block."""
+"""The code of the guides and of pages beside them runs as it stands there, block after block."""
 
 import re
 import warnings
@@ -39,6 +39,24 @@ def run(blocks, page):
     for block in blocks:
         exec(compile(block, page, "exec"), names)
     return names
+
+
+def test_bf16_weights():
+    blocks = blocks_of("../bf16_weights.md", None)
+    assert len(blocks) == 3
+    names = run(blocks, "bf16_weights.md")
+    assert set(names["whole"]) == {0, 1, 2, 3}
+    for p, w in zip(names["model"].parameters(), names["pretrained"].values(), strict=True):
+        assert torch.equal(p, w.bfloat16())
+
+
+def test_gradient_release():
+    """But for FSDP2, which tests/test_release_sharded.py has."""
+    blocks = blocks_of("../gradient_release.md", None)
+    assert len(blocks) == 4
+    names = run([block for block in blocks if "fully_shard" not in block], "gradient_release.md")
+    assert all(p.grad is None for p in names["model"].parameters())
+    assert {int(state["step"]) for state in names["optimizer"].state.values()} == {4}
 
 
 def test_coming_from_torch():

@@ -31,6 +31,13 @@ def _figure(width: float, height: float) -> Figure:
     return figure
 
 
+def _style(name: str) -> str:
+    """A line for weights in bf16, or else for few bits of state, or for 32."""
+    if "bf16" in name:
+        return ":"
+    return "--" if "8bit" in name or "4bit" in name else "-"
+
+
 def loss_curves(path: Path, results: Mapping[str, Mapping[str, object]]) -> None:
     """Write a PNG: a panel a task, the mean over seeds a line, the range over seeds a band."""
     figure = _figure(7 * len(results), 4.5)
@@ -42,7 +49,7 @@ def loss_curves(path: Path, results: Mapping[str, Mapping[str, object]]) -> None
                 continue
             losses = _smooth(np.array([losses[:length] for losses in row["losses"]]))
             steps = np.arange(1, length + 1)
-            style = "--" if "8bit" in name else "-"
+            style = _style(name)
             line = panel.plot(steps, losses.mean(0), style, label=name, linewidth=1.3)[0]
             panel.fill_between(
                 steps, losses.min(0), losses.max(0), color=line.get_color(), alpha=0.12, linewidth=0
@@ -118,5 +125,26 @@ def formats(path: Path, report: Mapping[str, object]) -> None:
         panel.set_yscale("log")
     for panel in (scales, layers, shrinks, spike):
         panel.legend(fontsize=8)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=110)
+
+
+def fine_tuning(path: Path, report: Mapping[str, object]) -> None:
+    """Write a PNG of a fine-tuning: a panel a learning rate, loss beside that of fp32 masters."""
+    rates = report["learning_rates"]
+    figure = _figure(6.5 * len(rates), 4.2)
+    panels = figure.subplots(1, len(rates), squeeze=False)[0]
+    for panel, (rate, rows) in zip(panels, rates.items(), strict=True):
+        for name, row in rows.items():
+            losses = _smooth(np.array(row["losses"]))
+            steps = np.arange(1, losses.shape[1] + 1)
+            style = {"fp32": ":", "32": "-"}.get(name, "--")
+            label = name if name == "fp32" else f"bf16, master_weight_bits={name}"
+            line = panel.plot(steps, losses.mean(0), style, label=label, linewidth=1.4)[0]
+            panel.fill_between(
+                steps, losses.min(0), losses.max(0), color=line.get_color(), alpha=0.1, linewidth=0
+            )
+        panel.set(title=f"learning rate {rate}", xlabel="step", ylabel="training loss (nats)")
+        panel.legend()
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=110)

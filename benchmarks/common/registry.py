@@ -43,6 +43,29 @@ class Source:
 
 
 @dataclass(frozen=True)
+class Form:
+    """A further way to store the state or the weights of a row's optimizer.
+
+    Attributes:
+        suffix: what follows the class in its entry's name: "8bit-ratio8".
+        bits: of the class that is built, `X4bit`, `X8bit` or `X32bit`.
+        options: of the constructor, besides the row's.
+        dtype: of the weights and activations.
+    """
+
+    suffix: str
+    bits: int
+    options: Mapping[str, object] = field(default_factory=dict)
+    dtype: torch.dtype = torch.float32
+
+    @property
+    def state_format(self) -> str | None:
+        """The format of the state, unless it is what 8 bits mean."""
+        given = self.options.get("state_format")
+        return "ratio4" if self.bits == 4 else None if given is None else str(given)
+
+
+@dataclass(frozen=True)
 class Row:
     """One optimizer of this package, or one variant of it, in 32 and in 8 bits.
 
@@ -61,6 +84,7 @@ class Row:
         default_of: programs that take few optimizers unless told which, and take this: the tasks of
             `compare`, "first step" and "32-bit step" of `speed.cpu`, "kinds".
         four: whether it comes in 4 bits.
+        forms: further ways to store it, which `compare` trains along with it.
     """
 
     name: str
@@ -75,6 +99,7 @@ class Row:
     gpu_options: Mapping[str, object] = field(default_factory=dict)
     default_of: tuple[str, ...] = ()
     four: bool = False
+    forms: tuple[Form, ...] = ()
 
     @property
     def cls(self) -> str:
@@ -85,6 +110,11 @@ class Row:
         """Its entry's name, "LARS8bit-cap" for "8bit"; a preset is named as a variant is."""
         variant = self.name.partition("-")[2] or self.preset
         return f"{self.cls}{bits}" + (f"-{variant}" if variant else "")
+
+    def form_name(self, form: Form) -> str:
+        """The name of a form's entry, "AdamW8bit-ratio8"."""
+        bits, dash, rest = form.suffix.partition("-")
+        return self.entry_name(bits) + dash + rest
 
     def source(self, bits: int, **options: object) -> Source:
         """Its factory in these bits."""
@@ -106,7 +136,7 @@ class Entry:
         aim: largest ratio to `fused` that is aimed at, or None.
         sign: as its row's.
         peer: module of another library that has to be importable, or None.
-        state_format: the format that its name gives; None where it is what its bits mean.
+        form: a further way to store what another entry of this package has, or None.
     """
 
     name: str
@@ -118,7 +148,17 @@ class Entry:
     aim: float | None = None
     sign: bool = False
     peer: str | None = None
-    state_format: str | None = None
+    form: Form | None = None
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """What weights and activations are in."""
+        return torch.float32 if self.form is None else self.form.dtype
+
+    @property
+    def state_format(self) -> str | None:
+        """The format that its name gives; None where it is what its bits mean."""
+        return None if self.form is None else self.form.state_format
 
     def learning_rate(self, task: str) -> float:
         """The tuned peak learning rate for a task."""
@@ -138,16 +178,23 @@ ADAM_LR = {"gpt": 2e-3, "mnist": 2e-3, "digits": 3e-3}
 LAMB_LR = {"gpt": 1e-2, "mnist": 1e-2, "digits": 1e-2}
 CAIN_LR = {"gpt": 1e-2, "mnist": 3e-2, "digits": 3e-2}  # for gpt customary, not tuned
 MOMENTUM = {"momentum": 0.9, "weight_decay": 5e-4}
+BF16 = torch.bfloat16
+RATIO8, RATIO4 = Form("8bit-ratio8", 8, {"state_format": "ratio8"}), Form("4bit", 4)
+STORED = (
+    RATIO8,
+    RATIO4,
+    Form("8bit-bf16", 8, {"master_weight_bits": "auto"}, BF16),
+    Form("8bit-bf16-nearest", 8, {"master_weight_bits": None}, BF16),
+)
 DECAY, NO_DECAY = {"weight_decay": 0.01}, {"weight_decay": 0.0}
 ADAMW_PEERS = (Source("bitsandbytes.optim", "AdamW8bit"), Source("torchao.optim", "AdamW8bit"))
-
-RATIO8, RATIO4 = "ratio8", "ratio4"
 
 ROWS = (
     Row("AdamW", ADAM_LR, beside="AdamW", aim=1.0, cpu_peers=ADAMW_PEERS,
         gpu_peers=(Source("torch.optim", "AdamW", {"fused": True}), *ADAMW_PEERS,
                    Source("flashoptim", "FlashAdamW")),
-        default_of=("gpt", "digits", "first step", "32-bit step", "kinds"), four=True),
+        default_of=("gpt", "digits", "first step", "32-bit step", "kinds"), forms=STORED,
+        four=True),
     Row("AdamW-amsgrad", None, {"amsgrad": True}),
     Row("Adam", ADAM_LR, beside="Adam", four=True),
     Row("SGD", {"gpt": 0.2, "mnist": 0.1, "digits": 0.1}, MOMENTUM, beside="SGD", aim=1.3,
@@ -196,12 +243,11 @@ def _entries() -> Iterator[Entry]:
             yield Entry(row.entry_name(f"{bits}bit"), row.source(bits), row.lr, twin,
                         **_speed(row), aim=aim, sign=row.sign)  # fmt: skip
     for row in trained:
-        for name, bits in ((RATIO8, 8), *([(RATIO4, 4)] if row.four else [])):
-            # Four bits have one format, and so need no more than the class's name.
-            given = {"state_format": name} if bits == 8 else {}
-            entry_name = row.entry_name(f"{bits}bit") + (f"-{name}" if given else "")
-            yield Entry(entry_name, row.source(bits, **given), row.lr, row.entry_name("32bit"),
-                        **_speed(row), sign=row.sign, state_format=name)  # fmt: skip
+        formats = (RATIO8, *((RATIO4,) if row.four else ()))
+        for form in (*row.forms, *(one for one in formats if one not in row.forms)):
+            yield Entry(row.form_name(form), row.source(form.bits, **form.options), row.lr,
+                        row.entry_name("32bit"), **_speed(row), sign=row.sign,
+                        form=form)  # fmt: skip
     for row in trained:
         for source in row.cpu_peers:
             # Without a 32-bit twin on the CPU; torch's class is its judge.

@@ -18,8 +18,7 @@ STEPS = 20
 SHAPES = ((64, 512), (5000,), (33, 300), (40,))
 # Largest normalised mean squared error of the total update. 32 bits leave fp32 rounding of the
 # parameter; 8 bits leave the codes' rounding of the moments.
-LIMIT_32, LIMIT_8 = 1e-9, 1e-3
-LIMIT_4 = 5e-2
+LIMIT_32, LIMIT_8, LIMIT_4 = 1e-9, 1e-3, 5e-2
 # Where a step is a sign: a rounded momentum near zero moves a weight by two whole steps.
 LIMIT_8_SIGN = 1e-2
 # What `adamw(**options)` of the references hands on.
@@ -31,7 +30,7 @@ def _rule(optimizer: torch.optim.Optimizer) -> Callable[..., torch.Tensor]:
     if str(TESTS) not in sys.path:
         sys.path.insert(0, str(TESTS))
     reference = importlib.import_module("reference")
-    name = re.sub(r"\d+bit$", "", type(optimizer).__name__.lower())
+    name = re.sub(r"(4|8|32)bit$", "", type(optimizer).__name__).lower()
     return {key.replace("_", ""): value for key, value in vars(reference).items()}[name]
 
 

@@ -149,7 +149,11 @@ def _plan(tasks: list[str], optimizers: list[str]) -> Iterator[tuple]:
         own = [
             name
             for row in registry.default_of(task.name)
-            for name in (f"torch.optim.{row.beside}", *map(row.entry_name, ("32bit", "8bit")))
+            for name in (
+                f"torch.optim.{row.beside}",
+                *map(row.entry_name, ("32bit", "8bit")),
+                *map(row.form_name, row.forms),
+            )
         ]
         yield task, registry.select(optimizers or own)
 

@@ -95,11 +95,13 @@ def train(
     Returns:
         `quality` (None if the loss stopped being finite), `losses` by step in nats, `step_ms`,
         milliseconds of every `optimizer.step()`, `state_bytes`, `share_8bit` (of the parameters,
-        those with 8-bit moments), `params`, `weights`.
+        those with 8-bit moments), `params`, `weights` (their fingerprint in fp32).
     """
     steps, device = int(spec["steps"]), torch.device(spec["device"])
     torch.manual_seed(seed)
     model = task.model().to(device)
+    start = fingerprint(model)
+    model = model.to(entry.dtype)
     batches = torch.Generator().manual_seed(seed)
     optimizer = entry.make(model.parameters(), float(spec["lr"]))
     for group in optimizer.param_groups:
@@ -108,12 +110,13 @@ def train(
     if spec.get("coarsen"):
         coarsen(optimizer, int(spec["coarsen"]))
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: schedule(step, steps))
-    result = {"weights": fingerprint(model), "params": sum(p.numel() for p in model.parameters())}
+    result = {"weights": start, "params": sum(p.numel() for p in model.parameters())}
     losses, step_ms, finite = [], [], True
     switch(optimizer, "train")
     for step in range(steps):
         inputs, targets = task.batch(data, batches)
-        loss = task.loss(model, inputs.to(device), targets.to(device))
+        inputs = inputs.to(device, entry.dtype if inputs.is_floating_point() else None)
+        loss = task.loss(model, inputs, targets.to(device))
         optimizer.zero_grad()
         loss.backward()
         step_ms.append(1e3 * measure.seconds(optimizer.step, device))
@@ -127,8 +130,8 @@ def train(
             progress("step", seed=seed, step=step + 1, loss=value)
     model.eval()
     switch(optimizer, "eval")
-    with torch.no_grad():
-        quality = task.quality(model, data, device) if finite else None
+    with torch.no_grad():  # in fp32 arithmetic for all
+        quality = task.quality(model.float(), data, device) if finite else None
     result.update(quality=quality, losses=losses, step_ms=step_ms)
     result["state_bytes"] = measure.state_bytes(optimizer)
     result["share_8bit"] = measure.share_8bit(optimizer)

@@ -30,12 +30,11 @@ MIN_8BIT_SIZE = 1
 
 
 def all_pairs(state_format: str | None = None) -> list[str]:
-    """Names of this package's rows in a format; without one, what 8 bits mean."""
-    return [
-        entry.name
-        for entry in registry.REGISTRY.values()
-        if entry.twin and not entry.peer and entry.state_format == state_format
-    ]
+    """Names of this package's rows in a format; without one, as `optim_bits=8` stores them."""
+    entries = (one for one in registry.REGISTRY.values() if one.twin and not one.peer)
+    if state_format is None:
+        return [one.name for one in entries if one.form is None]
+    return [one.name for one in entries if one.state_format == state_format]
 
 
 def judge(entries: list[registry.Entry], result: dict, margin: float) -> list[dict[str, object]]:
