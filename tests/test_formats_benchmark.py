@@ -63,3 +63,5 @@ def test_the_format_page_shows_the_result_file():
     for table in tables:
         assert f"\n\n{table}\n\n" in page
     assert f"`{written['command']}`" in page
+    plots = (root / "docs" / "which_format.png", root / "benchmarks" / "results" / "formats.png")
+    assert plots[0].read_bytes() == plots[1].read_bytes()
