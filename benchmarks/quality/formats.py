@@ -22,6 +22,7 @@ from torch import Tensor
 from benchmarks.common import measure, plot, registry, report, workloads
 from benchmarks.common.registry import Source
 from benchmarks.quality.compare_worker import schedule
+from benchmarks.quality.formats_tables import tables
 
 LR = 1e-3
 SHAPE, STEPS = (128, 128), 20
@@ -301,62 +302,6 @@ def times(side: int, rounds: int) -> dict[str, dict]:
         }
         for name, ms in took.items()
     }
-
-
-def _grid(head: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
-    head = list(head)
-    lines = [head, ["---", *["---:"] * (len(head) - 1)], *rows]
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
-
-
-def _power(x: float) -> str:
-    return f"{x:.1e}".replace("e-0", "e-").replace("e+0", "e")
-
-
-def tables(written: Mapping[str, dict]) -> Iterator[str]:
-    """The tables of a result file, in Markdown: synthetic, recorded, long runs, others, time."""
-    made, recorded = written["synthetic"], written["recorded"]
-    names = list(next(iter(made.values())))
-    yield _grid(
-        ("state", *(f"{key}" for key in made)),
-        ([name, *(_power(made[key][name][0]) for key in made)] for name in names),
-    )
-    yield _grid(
-        ("state", *recorded),
-        (
-            [name, *(" / ".join(map(_power, recorded[key][name])) for key in recorded)]
-            for name in names
-        ),
-    )
-    runs = written["long"]
-    yield _grid(
-        ("state", *runs),
-        (
-            [name, *("{size:.3f} / {along:.3f}".format(**runs[key][name]) for key in runs)]
-            for name in OURS
-        ),
-    )
-    yield _grid(
-        ("optimizer", *EIGHT),
-        (
-            [label, *(_power(row[name]) for name in EIGHT)]
-            for label, row in written["rules"].items()
-        ),
-    )
-    if written["time"]:
-        yield _grid(
-            ("state", "bytes a parameter", "ms", "quartiles", "times torch's fused"),
-            (
-                [
-                    name,
-                    f"{row['state_bytes']:.3f}",
-                    f"{row['ms']['median']:.1f}",
-                    f"{row['ms']['q25']:.1f}, {row['ms']['q75']:.1f}",
-                    f"{row['ratio']['median']:.2f}",
-                ]
-                for name, row in written["time"].items()
-            ),
-        )
 
 
 def main(
