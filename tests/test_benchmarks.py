@@ -338,23 +338,6 @@ def test_equivalence_refuses(arguments, message):
     assert message in result.output
 
 
-@pytest.mark.parametrize("name", ["SGD8bit-ratio8", "AdamW4bit"])
-def test_equivalence_of_another_format(tmp_path, name):
-    pytest.importorskip("sklearn")
-    pytest.importorskip("matplotlib")
-    state_format = registry.REGISTRY[name].state_format
-    result = run(
-        equivalence_program, "--optimizer", name, "--format", state_format, "--seeds", 2,
-        "--steps", 2, "--threads", 1, "--device", "cpu", "--margin", 100, "--out", tmp_path,
-    )  # fmt: skip
-    assert result.exit_code == 0, result.output
-    written = json.loads((tmp_path / f"equivalence_{state_format}.json").read_text())
-    (pair,) = written["pairs"]
-    assert (pair["optimizer"], pair["share_8bit"]) == (name, 1.0)
-    assert f"--format {state_format}" in written["command"]
-    assert f" {'4' if state_format == 'ratio4' else '8'} bits |" in intervals.markdown(written)
-
-
 def test_passes_times_every_pass(tmp_path, monkeypatch):
     monkeypatch.setattr(passes_program, "LARGE", 1 << 16)
     result = run(

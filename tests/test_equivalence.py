@@ -9,6 +9,7 @@ import torch
 
 from benchmarks.common import intervals, registry, workloads
 from benchmarks.quality import compare_worker
+from test_benchmarks import run
 
 # These need the extra `cli`.
 equivalence = pytest.importorskip("benchmarks.quality.equivalence")
@@ -91,6 +92,23 @@ def test_committed_result_is_of_every_pair_and_the_page_shows_it(name, count):
     options = written["command"].partition(".equivalence ")[2]
     assert f"`python -m benchmarks.quality.equivalence {options}`" in page
     assert written["date"][:10] in page
+
+
+@pytest.mark.parametrize("name", ["SGD8bit-ratio8", "AdamW4bit"])
+def test_equivalence_of_another_format(tmp_path, name):
+    pytest.importorskip("sklearn")
+    pytest.importorskip("matplotlib")
+    state_format = registry.REGISTRY[name].state_format
+    result = run(
+        equivalence, "--optimizer", name, "--format", state_format, "--seeds", 2,
+        "--steps", 2, "--threads", 1, "--device", "cpu", "--margin", 100, "--out", tmp_path,
+    )  # fmt: skip
+    assert result.exit_code == 0, result.output
+    written = json.loads((tmp_path / f"equivalence_{state_format}.json").read_text())
+    (pair,) = written["pairs"]
+    assert (pair["optimizer"], pair["share_8bit"]) == (name, 1.0)
+    assert f"--format {state_format}" in written["command"]
+    assert f" {'4' if state_format == 'ratio4' else '8'} bits |" in intervals.markdown(written)
 
 
 def test_a_rate_at_the_edge_of_stability_is_not_chosen():

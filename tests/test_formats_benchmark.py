@@ -16,6 +16,8 @@ def test_formats_measures_errors_long_runs_and_times(tmp_path, monkeypatch):
     pytest.importorskip("mlxtend")
     pytest.importorskip("matplotlib")
     monkeypatch.setattr(formats_program, "SCALES", (1e-8, 1.0))
+    few = [(*rule[:4], 3) for rule in formats_program.RULES]
+    monkeypatch.setattr(formats_program, "RULES", few)
     result = run(
         formats_program, "--recorded", 2, "--long", 80, "--side", 64, "--rounds", 1, "--no-peers",
         "--threads", 1, "--out", tmp_path,
@@ -28,6 +30,7 @@ def test_formats_measures_errors_long_runs_and_times(tmp_path, monkeypatch):
         assert list(errors) == list(formats_program.OURS)
         assert all(0 < x < 0.2 for each in errors.values() for x in each)
     assert set(written["long"]) == {"all shrink", "half shrinks", "spike"}
+    assert list(written["rules"]["Adagrad"]) == list(written["ademamix"]) == ["dynamic8", "ratio8"]
     assert written["time"]["torch fused"]["ratio"]["median"] == 1
     assert written["time"]["ratio4"]["state_bytes"] == pytest.approx(1.094, abs=0.01)
     assert (tmp_path / "formats.png").read_bytes()[:4] == b"\x89PNG"
@@ -59,7 +62,9 @@ def test_the_format_page_shows_the_result_file():
     page = (root / "docs" / "which_format.md").read_text(encoding="utf-8")
     written = json.loads((root / "benchmarks" / "results" / "formats.json").read_text())
     tables = list(formats_program.tables(written))
-    assert len(tables) == 4
+    assert len(tables) == 5
     for table in tables:
         assert f"\n\n{table}\n\n" in page
     assert f"`{written['command']}`" in page
+    plots = (root / "docs" / "which_format.png", root / "benchmarks" / "results" / "formats.png")
+    assert plots[0].read_bytes() == plots[1].read_bytes()

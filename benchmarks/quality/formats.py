@@ -22,6 +22,7 @@ from torch import Tensor
 from benchmarks.common import measure, plot, registry, report, workloads
 from benchmarks.common.registry import Source
 from benchmarks.quality.compare_worker import schedule
+from benchmarks.quality.formats_tables import tables
 
 LR = 1e-3
 SHAPE, STEPS = (128, 128), 20
@@ -41,8 +42,11 @@ WINDOWS = 80  # into which the steps of a long run fall
 Gradients = Callable[[], Iterable[Tensor]]
 
 
+EACH = {"min_8bit_size": 1}  # every tensor's state is coded
+
+
 def _ours(bits: int = 8, **options: object) -> Source:
-    return Source("lowbit_optim", f"AdamW{bits}bit", {"min_8bit_size": 1, **options})
+    return Source("lowbit_optim", f"AdamW{bits}bit", {**EACH, **options})
 
 
 NEAREST = "dynamic8, dither=False"
@@ -58,6 +62,17 @@ PEERS = {
     "torchao AdamW4bit": Source("torchao.optim", "AdamW4bit"),
     "FlashOptim's code": Source("benchmarks.quality.companded", "Companded"),
 }
+# Of other optimizers: the name in the table, class, learning rate, options and steps. At this alpha
+# the update is AdEMAMix's slow momentum alone.
+SLOW = {"betas": (0.9, 0.999, 0.9999), "alpha": 1e4, "eps": TINY_EPS, "weight_decay": 0.0}
+RULES: tuple[tuple[str, str, float, dict[str, object], int], ...] = (
+    ("SGD, momentum .9", "SGD", 0.1, {"momentum": 0.9}, 60),
+    ("AdEMAMix, slow momentum", "AdEMAMix", LR, SLOW, 300),
+    ("RMSprop", "RMSprop", LR, {}, 300),
+    ("RMSprop, centered", "RMSprop", LR, {"centered": True}, 300),
+    ("Adagrad", "Adagrad", 1e-2, {}, 300),
+)
+EIGHT = ("dynamic8", "ratio8")
 TWIN = Source("lowbit_optim", "AdamW32bit")
 EXACT = Source("torch.optim", "AdamW")
 
@@ -193,7 +208,37 @@ LONG: dict[str, tuple[Callable[[int, int, Tensor], Tensor], Callable[[Tensor], T
 }  # fmt: skip
 
 
-def long_run(methods: Mapping[str, Source], case: str, steps: int) -> dict[str, dict]:
+def of_rules() -> dict[str, dict[str, float]]:
+    """Errors of other optimizers' total updates beside their 32-bit twins', in 8 bits."""
+    found = {}
+    for label, cls, lr, options, steps in RULES:
+        sources = {
+            "": Source("lowbit_optim", f"{cls}32bit", options),
+            **{
+                name: Source(
+                    "lowbit_optim", f"{cls}8bit", {**EACH, **options, "state_format": name}
+                )
+                for name in EIGHT
+            },
+        }
+        moved = {}
+        for name, source in sources.items():
+            p = torch.nn.Parameter(torch.zeros(SHAPE))
+            optimizer = source([p], lr)
+            for gradient in synthetic(1.0, steps):
+                p.grad = gradient
+                optimizer.step()
+            moved[name] = p.detach().double()
+        found[label] = {
+            name: float((moved[name] - moved[""]).square().sum() / moved[""].square().sum())
+            for name in EIGHT
+        }
+    return found
+
+
+def long_run(
+    methods: Mapping[str, Source], case: str, steps: int, twin: Source = TWIN
+) -> dict[str, dict]:
     """Steps beside the 32-bit twin's, over the steps and elements that count.
 
     Returns:
@@ -203,8 +248,8 @@ def long_run(methods: Mapping[str, Source], case: str, steps: int) -> dict[str, 
     """
     change, looked_at, start = LONG[case]
     generator = torch.Generator().manual_seed(5)
-    weights = {n: torch.nn.Parameter(torch.zeros(LONG_SHAPE)) for n in (TWIN.cls, *methods)}
-    made = {n: make(methods.get(n, TWIN), p, TINY_EPS) for n, p in weights.items()}
+    weights = {n: torch.nn.Parameter(torch.zeros(LONG_SHAPE)) for n in (twin.cls, *methods)}
+    made = {n: make(methods.get(n, twin), p, TINY_EPS) for n, p in weights.items()}
     sizes: dict[str, list[float]] = {name: [] for name in weights}
     products = dict.fromkeys(weights, 0.0)
     columns, first = looked_at(torch.zeros(LONG_SHAPE)), int(start * steps)
@@ -217,14 +262,14 @@ def long_run(methods: Mapping[str, Source], case: str, steps: int) -> dict[str, 
             moved = p.detach()[:, columns]
             sizes[name].append(float(moved.abs().mean()))
             if step >= first:
-                products[name] += float((moved * weights[TWIN.cls].detach()[:, columns]).mean())
-    width, twin = max(1, steps // WINDOWS), sizes[TWIN.cls]
+                products[name] += float((moved * weights[twin.cls].detach()[:, columns]).mean())
+    width, right = max(1, steps // WINDOWS), sizes[twin.cls]
     return {
         name: {
-            "size": sum(sizes[name][first:]) / sum(twin[first:]),
-            "along": products[name] / products[TWIN.cls],
+            "size": sum(sizes[name][first:]) / sum(right[first:]),
+            "along": products[name] / products[twin.cls],
             "windows": [
-                round(sum(sizes[name][k : k + width]) / sum(twin[k : k + width]), 4)
+                round(sum(sizes[name][k : k + width]) / sum(right[k : k + width]), 4)
                 for k in range(0, steps - width + 1, width)
             ],
         }
@@ -257,55 +302,6 @@ def times(side: int, rounds: int) -> dict[str, dict]:
         }
         for name, ms in took.items()
     }
-
-
-def _grid(head: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
-    head = list(head)
-    lines = [head, ["---", *["---:"] * (len(head) - 1)], *rows]
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
-
-
-def _power(x: float) -> str:
-    return f"{x:.1e}".replace("e-0", "e-").replace("e+0", "e")
-
-
-def tables(written: Mapping[str, dict]) -> Iterator[str]:
-    """The tables of a result file, in Markdown: synthetic, recorded, long runs, time."""
-    made, recorded = written["synthetic"], written["recorded"]
-    names = list(next(iter(made.values())))
-    yield _grid(
-        ("state", *(f"{key}" for key in made)),
-        ([name, *(_power(made[key][name][0]) for key in made)] for name in names),
-    )
-    yield _grid(
-        ("state", *recorded),
-        (
-            [name, *(" / ".join(map(_power, recorded[key][name])) for key in recorded)]
-            for name in names
-        ),
-    )
-    runs = written["long"]
-    yield _grid(
-        ("state", *runs),
-        (
-            [name, *("{size:.3f} / {along:.3f}".format(**runs[key][name]) for key in runs)]
-            for name in OURS
-        ),
-    )
-    if written["time"]:
-        yield _grid(
-            ("state", "bytes a parameter", "ms", "quartiles", "times torch's fused"),
-            (
-                [
-                    name,
-                    f"{row['state_bytes']:.3f}",
-                    f"{row['ms']['median']:.1f}",
-                    f"{row['ms']['q25']:.1f}, {row['ms']['q75']:.1f}",
-                    f"{row['ratio']['median']:.2f}",
-                ]
-                for name, row in written["time"].items()
-            ),
-        )
 
 
 def main(
@@ -342,6 +338,10 @@ def main(
     }
     options = {"recorded": recorded, "long": long, "side": side, "rounds": rounds,
                "no_peers": not peers, "threads": threads}  # fmt: skip
+    slow = {
+        name: Source("lowbit_optim", "AdEMAMix8bit", {**EACH, "state_format": name})
+        for name in EIGHT
+    }
     written = {
         **report.origin("benchmarks.quality.formats", options),
         "threads": used,
@@ -351,6 +351,8 @@ def main(
         "synthetic": made,
         "recorded": of_training(methods, recorded),
         "long": {case: long_run(OURS, case, long) for case in LONG},
+        "ademamix": long_run(slow, "all shrink", long, Source("lowbit_optim", "AdEMAMix32bit")),
+        "rules": of_rules(),
         "time": timed,
     }
     written["wall_s"] = round(time.perf_counter() - start, 1)
