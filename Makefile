@@ -38,7 +38,7 @@ GPU_TESTS := tests/test_gpu.py tests/test_triton.py tests/test_triton_passes.py 
 help:  ## list the targets
 	@$(PYTHON) -c 'import re; print("\n".join("%-10s %s" % t for t in re.findall(r"(?m)^([a-z-]+):.*?## +(.*)", open("Makefile").read())))'
 
-demo: $(DEV)  ## train with 32-bit and 8-bit optimizers and compare them
+demo: $(DEV)  ## train with 32-, 8- and 4-bit optimizers and compare them
 	$(PY) -m benchmarks.quality.compare $(ARGS)
 
 test: $(DEV)  ## run the tests but the slowest

@@ -18,8 +18,8 @@ from lowbit_optim_kernels.rules import Moment, Rule
 from lowbit_optim_kernels.step_plan import StepPlan
 from lowbit_optim_kernels.weights import RESIDUAL_KEY
 
-from . import _checkpoint, _checks, _foreign, _gradients, _manager, _sharding, _state
-from ._keeps_state import KeepsState
+from . import _checks, _gradients, _manager, _sharding, _state
+from ._loads_state import LoadsState
 from ._release import ReleasedGradients
 from ._settings import Settings, resolved, without_numpy
 
@@ -33,7 +33,7 @@ EVERYWHERE = {"state_format": None, "dither": True, "seed": 0, "master_weight_bi
 STATE_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
-class LowBitOptimizer(KeepsState):
+class LowBitOptimizer(LoadsState):
     """Base class of the package's optimizers; not meant to be constructed.
 
     A subclass gives its defaults, `_validate`, `_rule` and `_hyper`. Groups are read afresh in
@@ -88,21 +88,8 @@ class LowBitOptimizer(KeepsState):
         self._settings = Settings()
         self._overrides = _manager.Overrides()
         self._partial_plans: dict[Any, StepPlan] = {}
-        self._places: dict[Tensor, tuple[int, int]] = {}
+        self._places = {}
         self._released: ReleasedGradients | None = getattr(self, "_released", None)
-
-    def _place(self, p: Tensor) -> tuple[int, int]:
-        """What `state_dict()` calls a parameter, and its group's index."""
-        if p not in self._places:
-            listed = [(p, i) for i, group in enumerate(self.param_groups) for p in group["params"]]
-            self._places = {}
-            for number, (one, index) in enumerate(listed):
-                self._places.setdefault(one, (number, index))
-        if p not in self._places:
-            raise ValueError(
-                f"a parameter of shape {tuple(p.shape)} is not in this {type(self).__name__}"
-            )
-        return self._places[p]
 
     def _check_given(self, group: Mapping[str, Any]) -> None:
         """Raise for settings that a user may not write; a step may come to others."""
@@ -250,79 +237,6 @@ class LowBitOptimizer(KeepsState):
                 "the backward pass, as their scale and overflows are known only after it; train "
                 "in bf16, which needs no GradScaler, or do not release gradients"
             )
-
-    def state_dict(self) -> dict[str, Any]:
-        """The state as tensors, numbers, strings, lists and dicts only.
-
-        Beside torch's `state` and `param_groups` it has `lowbit_optim`: the format version and the
-        optimizer's family. An 8-bit moment `<key>` is uint8 codes of the parameter's shape, with
-        its fp32 scales in `<key>_absmax`, or in `<key>_scale` in the formats `ratio8` and `ratio4`.
-        """
-        if _checkpoint.add_header not in self._optimizer_state_dict_post_hooks.values():
-            self.register_state_dict_post_hook(_checkpoint.add_header, prepend=True)
-        return super().state_dict()
-
-    @torch._disable_dynamo
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load a state dict of this class, or of its torch.optim or bitsandbytes counterpart.
-
-        Hyperparameters come from `state_dict`; how state is stored (`optim_bits`, `state_format`,
-        `min_8bit_size`) stays as this optimizer was built, and moments are quantized or dequantized
-        to fit. Codes and scales of the right layout are copied bit for bit. A state dict of
-        bitsandbytes, or of torchao's low-bit Adam or AdamW, is converted, with a UserWarning that
-        says so.
-
-        Args:
-            state_dict: as returned by `state_dict()`.
-
-        Raises:
-            ValueError: when it is of another optimizer, of a newer format, or does not fit the
-                parameters; nothing has been changed then.
-        """
-        params = [p for group in self.param_groups for p in group["params"]]
-        # What one rank can look at alone comes first: a rank that raises while others ask all for
-        # their shards would leave them waiting.
-        with _sharding.agreeing(params) as its_saved:
-            state_dict = _checkpoint.after_hooks(self, state_dict)
-            state_dict, groups = self._checked(state_dict)
-            found = list(_checkpoint.saved_states(groups, state_dict))
-            its_saved.update((p, saved) for _, p, _, saved in found)
-        with _sharding.agreeing(params):
-            state = self._states_from(found)
-            state.update(_checkpoint.other_entries(state_dict))
-        self.__setstate__({"state": _checkpoint.as_state(state), "param_groups": groups})
-        for post_hook in self._optimizer_load_state_dict_post_hooks.values():
-            post_hook(self)
-
-    def _checked(self, state_dict: dict[str, Any]) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-        """A state dict in this package's terms, and its groups; nothing has been changed."""
-        state_dict = _foreign.as_ours(self, state_dict)
-        _checkpoint.check_header(state_dict, self.family, self.defaults)
-        for index, group in enumerate(self.param_groups):
-            self._settings.settle(index, group)
-        groups = _checkpoint.merged_groups(self.param_groups, state_dict, type(self).__name__)
-        for index, group in enumerate(groups):
-            with _checkpoint.refusing(f"parameter group {index} of state_dict"):
-                self._check(resolved({**self.defaults, **group}))
-        return state_dict, groups
-
-    def _states_from(
-        self, found: list[tuple[str, Tensor, Mapping[str, Any], dict[str, Any]]]
-    ) -> dict[Any, Any]:
-        """The parameters' states of what `saved_states` has found; nothing has been changed."""
-        state: dict[Any, Any] = {}
-        errors: list[ValueError] = []
-        name = type(self).__name__
-        for where, p, group, saved in found:
-            ((_, part),) = self._overridden({**resolved(group), "params": [p]})
-            try:
-                with _checkpoint.refusing(f"state_dict does not fit {name}: {where}"):
-                    state[p] = self._state_from(saved, p, part)
-            except ValueError as error:
-                errors.append(error)  # other ranks may go on to where all are needed
-        if errors:
-            raise errors[0]
-        return state
 
     # The step loop.
 

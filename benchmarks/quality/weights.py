@@ -154,15 +154,26 @@ def nmse(moved: list[Tensor], wanted: list[Tensor]) -> float:
     return _squares(error) / _squares(wanted)
 
 
+def against(ours: list[float], theirs: list[float], name: str) -> dict[str, object]:
+    """Held-out losses minus others seed by seed, and whether their mean is within one sd of them.
+
+    The standard deviation is that of the others over seeds.
+    """
+    difference = [a - b for a, b in zip(ours, theirs, strict=True)]
+    mean, other = summary.mean_sd(ours)["mean"], summary.mean_sd(theirs)
+    return {
+        f"minus_{name}": summary.mean_sd(difference),
+        f"within_one_sd_of_{name}": abs(mean - other["mean"]) <= other["sd"],
+    }
+
+
 def judged(runs: dict[str, list[dict]], variant: str) -> dict[str, object]:
     """The figures of one way to store weights, over seeds."""
     qualities = {name: [run["quality"] for run in of] for name, of in runs.items()}
-    ours, masters = (summary.mean_sd(qualities[name]) for name in (variant, MASTERS))
-    difference = [a - b for a, b in zip(qualities[variant], qualities[MASTERS], strict=True)]
     return {
-        "held_out": ours,
-        "minus_fp32_masters": summary.mean_sd(difference),
-        "within_one_sd": abs(ours["mean"] - masters["mean"]) <= masters["sd"],
+        "held_out": summary.mean_sd(qualities[variant]),
+        **against(qualities[variant], qualities[MASTERS], "fp32_masters"),
+        **against(qualities[variant], qualities["fp32"], "fp32"),
         "nmse_of_fp32_masters": summary.mean_sd([run["nmse_masters"] for run in runs[variant]]),
         "nmse_of_fp32": summary.mean_sd([run["nmse_fp32"] for run in runs[variant]]),
         "motion": summary.mean_sd([run["motion"] for run in runs[variant]]),
@@ -188,26 +199,34 @@ def all_of(
     return {variant: judged(runs, variant) for variant in VARIANTS}
 
 
+def _inside(row: dict, name: str) -> str:
+    return "in" if row[f"within_one_sd_of_{name}"] else "out"
+
+
 def table(written: dict) -> Table:
     """The result as printed."""
     title = (
         f"{written['what']}\n{written['params']:,} parameters, {written['steps']} steps, "
         f"{written['seeds']} seeds; before it {written['before']:.4f} bits per byte"
     )
-    grid = Table(title=title, title_justify="left", box=SIMPLE_HEAD, pad_edge=False)
-    heads = ("lr", "weights", "held-out bits\nper byte", "minus fp32\nmasters", "within\none sd",
-             "nmse to fp32\nmasters", "nmse to\nfp32", "motion")  # fmt: skip
+    grid = Table(
+        title=title, title_justify="left", box=SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False
+    )
+    heads = ("lr", "bits", "held-out bits\nper byte", "minus fp32\nmasters", "sd", "minus fp32",
+             "sd", "nmse to\nmasters", "motion")  # fmt: skip
     for index, head in enumerate(heads):
         grid.add_column(head, justify="right" if index > 1 else "left", no_wrap=True)
     for lr, rows in written["learning_rates"].items():
         for variant, row in rows.items():
-            mean, difference = row["held_out"], row["minus_fp32_masters"]
+            mean = row["held_out"]
+            apart = [
+                cell
+                for name in ("fp32_masters", "fp32")
+                for cell in (f"{row[f'minus_{name}']['mean']:+.4f}", _inside(row, name))
+            ]
             grid.add_row(
-                lr, variant, f"{mean['mean']:.4f} ± {mean['sd']:.4f}",
-                f"{difference['mean']:+.4f} ± {difference['sd']:.4f}",
-                "yes" if row["within_one_sd"] else "no",
-                f"{row['nmse_of_fp32_masters']['mean']:.1e}",
-                f"{row['nmse_of_fp32']['mean']:.1e}", f"{row['motion']['mean']:.3f}",
+                lr, variant, f"{mean['mean']:.4f} ± {mean['sd']:.4f}", *apart,
+                f"{row['nmse_of_fp32_masters']['mean']:.1e}", f"{row['motion']['mean']:.3f}",
             )  # fmt: skip
     return grid
 
@@ -215,17 +234,20 @@ def table(written: dict) -> Table:
 def markdown(written: dict) -> str:
     """The table of a result file."""
     head = ("learning rate", "weights", "held-out bits per byte", "minus fp32 masters",
-            "within one sd", "nmse to fp32 masters", "nmse to fp32", "motion")  # fmt: skip
+            "minus fp32", "nmse to fp32 masters", "nmse to fp32", "motion")  # fmt: skip
     lines = [head, ("---",) * len(head)]
     for rate, rows in written["learning_rates"].items():
         for name, row in rows.items():
-            mean, difference = row["held_out"], row["minus_fp32_masters"]
+            mean = row["held_out"]
+            apart = [
+                f"{row[f'minus_{of}']['mean']:+.4f} ± {row[f'minus_{of}']['sd']:.4f}, "
+                f"{_inside(row, of)}"
+                for of in ("fp32_masters", "fp32")
+            ]
             errors = [row[f"nmse_of_{of}"]["mean"] for of in ("fp32_masters", "fp32")]
             lines.append((
                 rate, name if name == "fp32" else f"bf16, `{name}`",
-                f"{mean['mean']:.4f} ± {mean['sd']:.4f}",
-                f"{difference['mean']:+.4f} ± {difference['sd']:.4f}",
-                "yes" if row["within_one_sd"] else "no",
+                f"{mean['mean']:.4f} ± {mean['sd']:.4f}", *apart,
                 *(f"{error:.1e}" if error else "0" for error in errors),
                 f"{row['motion']['mean']:.3f}",
             ))  # fmt: skip

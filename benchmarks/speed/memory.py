@@ -58,15 +58,15 @@ def table(rows: list[dict], bucket_bytes: int) -> Table:
         title=title, title_justify="left", box=SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False
     )
     heads = ("optimizer", "bits", "gradients", "weights", "gradi-\nents", "state", "sum",
-             "mea-\nsured", "over")  # fmt: skip
+             "mea-\nsured", "over,\n%")  # fmt: skip
     for index, head in enumerate(heads):
         grid.add_column(head, justify="right" if index > 2 else "left", no_wrap=True)
     for row in rows:
         sizes = [
-            "n/a" if row[key] is None else f"{row[key] / 2**20:,.1f}"
+            "n/a" if row[key] is None else f"{row[key] / 2**20:.1f}"
             for key in ("weights", "gradients", "state", "expected", "peak")
         ]
-        over = "n/a" if row["over"] is None else f"{100 * row['over']:+.1f} %"
+        over = "n/a" if row["over"] is None else f"{100 * row['over']:+.1f}"
         how = "released" if row["released"] else "whole"
         grid.add_row(row["optimizer"], str(row["bits"]), how, *sizes, over)
     return grid
@@ -112,16 +112,16 @@ def main(
             raise typer.BadParameter(f"unknown optimizer {name!r}; there are: {there}")
     options = {"optimizer": optimizer, "bits": bits, "width": width, "layers": layers,
                "bucket_bytes": bucket_bytes, "threads": threads}  # fmt: skip
-    rows = []
+    common = {"width": width, "layers": layers, "bucket_bytes": bucket_bytes,
+              "threads": threads or report.cores()}  # fmt: skip
+    specs = [
+        {"optimizer": name, "bits": kept, "released": released, **common}
+        for name in optimizer or OPTIMIZERS
+        for kept in bits or (16, 24)
+        for released in (False, True)
+    ]
     try:
-        for name in optimizer or OPTIMIZERS:
-            for kept in bits or (16, 24):
-                for released in (False, True):
-                    rows.append(weigh({
-                        "optimizer": name, "bits": kept, "released": released, "width": width,
-                        "layers": layers, "bucket_bytes": bucket_bytes,
-                        "threads": threads or report.cores(),
-                    }))  # fmt: skip
+        rows = [weigh(spec) for spec in specs]
     except RuntimeError as error:
         raise SystemExit(str(error)) from error
     console.print(table(rows, bucket_bytes))

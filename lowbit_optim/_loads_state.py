@@ -1,0 +1,118 @@
+"""`LoadsState`: state dicts of an optimizer, written and read."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, ClassVar, cast
+
+import torch
+from torch import Tensor
+
+from . import _checkpoint, _foreign, _sharding
+from ._keeps_state import KeepsState
+from ._settings import Settings, resolved
+
+if TYPE_CHECKING:
+    from ._optimizer import LowBitOptimizer
+
+
+class LoadsState(KeepsState):
+    """An optimizer's state dicts: its settings and the state of its parameters, out and in."""
+
+    family: ClassVar[str]
+    _settings: Settings
+    _places: dict[Tensor, tuple[int, int]]
+
+    def _check(self, settings: Mapping[str, Any]) -> None:
+        """Raise for settings that no step can run with."""
+        raise NotImplementedError
+
+    def _overridden(self, settings: Mapping[str, Any]) -> list[tuple[Any, Mapping[str, Any]]]:
+        """Settings by what `GlobalOptimManager` overrides of the parameters."""
+        raise NotImplementedError
+
+    def state_dict(self) -> dict[str, Any]:
+        """The state as tensors, numbers, strings, lists and dicts only.
+
+        Beside torch's `state` and `param_groups` it has `lowbit_optim`: the format version and the
+        optimizer's family. An 8-bit moment `<key>` is uint8 codes of the parameter's shape, with
+        its fp32 scales in `<key>_absmax`, or in `<key>_scale` in the formats `ratio8` and `ratio4`.
+        """
+        if _checkpoint.add_header not in self._optimizer_state_dict_post_hooks.values():
+            self.register_state_dict_post_hook(_checkpoint.add_header, prepend=True)
+        return super().state_dict()
+
+    @torch._disable_dynamo
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load a state dict of this class, or of its torch.optim or bitsandbytes counterpart.
+
+        Hyperparameters come from `state_dict`; how state is stored (`optim_bits`, `state_format`,
+        `min_8bit_size`) stays as this optimizer was built, and moments are quantized or dequantized
+        to fit. Codes and scales of the right layout are copied bit for bit. A state dict of
+        bitsandbytes, or of torchao's low-bit Adam or AdamW, is converted, with a UserWarning that
+        says so.
+
+        Args:
+            state_dict: as returned by `state_dict()`.
+
+        Raises:
+            ValueError: when it is of another optimizer, of a newer format, or does not fit the
+                parameters; nothing has been changed then.
+        """
+        params = [p for group in self.param_groups for p in group["params"]]
+        # What one rank can look at alone comes first: a rank that raises while others ask all for
+        # their shards would leave them waiting.
+        with _sharding.agreeing(params) as its_saved:
+            state_dict = _checkpoint.after_hooks(self, state_dict)
+            state_dict, groups = self._checked(state_dict)
+            found = list(_checkpoint.saved_states(groups, state_dict))
+            its_saved.update((p, saved) for _, p, _, saved in found)
+        with _sharding.agreeing(params):
+            state = self._states_from(found)
+            state.update(_checkpoint.other_entries(state_dict))
+        self.__setstate__({"state": _checkpoint.as_state(state), "param_groups": groups})
+        for post_hook in self._optimizer_load_state_dict_post_hooks.values():
+            post_hook(self)
+
+    def _checked(self, state_dict: dict[str, Any]) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+        """A state dict in this package's terms, and its groups; nothing has been changed."""
+        state_dict = _foreign.as_ours(cast("LowBitOptimizer", self), state_dict)
+        _checkpoint.check_header(state_dict, self.family, self.defaults)
+        for index, group in enumerate(self.param_groups):
+            self._settings.settle(index, group)
+        groups = _checkpoint.merged_groups(self.param_groups, state_dict, type(self).__name__)
+        for index, group in enumerate(groups):
+            with _checkpoint.refusing(f"parameter group {index} of state_dict"):
+                self._check(resolved({**self.defaults, **group}))
+        return state_dict, groups
+
+    def _states_from(
+        self, found: list[tuple[str, Tensor, Mapping[str, Any], dict[str, Any]]]
+    ) -> dict[Any, Any]:
+        """The parameters' states of what `saved_states` has found; nothing has been changed."""
+        state: dict[Any, Any] = {}
+        errors: list[ValueError] = []
+        name = type(self).__name__
+        for where, p, group, saved in found:
+            ((_, part),) = self._overridden({**resolved(group), "params": [p]})
+            try:
+                with _checkpoint.refusing(f"state_dict does not fit {name}: {where}"):
+                    state[p] = self._state_from(saved, p, part)
+            except ValueError as error:
+                errors.append(error)  # other ranks may go on to where all are needed
+        if errors:
+            raise errors[0]
+        return state
+
+    def _place(self, p: Tensor) -> tuple[int, int]:
+        """What `state_dict()` calls a parameter, and its group's index."""
+        if p not in self._places:
+            listed = [(p, i) for i, group in enumerate(self.param_groups) for p in group["params"]]
+            self._places = {}
+            for number, (one, index) in enumerate(listed):
+                self._places.setdefault(one, (number, index))
+        if p not in self._places:
+            raise ValueError(
+                f"a parameter of shape {tuple(p.shape)} is not in this {type(self).__name__}"
+            )
+        return self._places[p]
