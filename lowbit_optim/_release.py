@@ -59,7 +59,7 @@ def release_gradients(
     Example:
         >>> optimizer = AdamW8bit(model.parameters(), lr=1e-3)
         >>> handle = release_gradients(optimizer, model)
-        >>> model(torch.randn(2, 16)).sum().backward()
+        >>> model.body(torch.randn(2, 8)).sum().backward()
         >>> optimizer.step()
 
     Reference:
