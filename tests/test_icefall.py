@@ -74,7 +74,8 @@ def test_half_precision_is_computed_in_single(cls, bits, dtype):
     """A step of a bf16 weight is the fp32 step of the same weight, rounded."""
     start = torch.randn(30, 40, generator=torch.Generator().manual_seed(0)).to(dtype)
     half, single = torch.nn.Parameter(start.clone()), torch.nn.Parameter(start.float())
-    a, b = (cls([p], optim_bits=bits, min_8bit_size=1) for p in (half, single))
+    options = {"optim_bits": bits, "min_8bit_size": 1, "master_weight_bits": None}
+    a, b = (cls([p], **options) for p in (half, single))
     for t in range(6):
         generator = torch.Generator().manual_seed(t)
         g = torch.randn(half.shape, generator=generator).to(dtype)

@@ -311,6 +311,7 @@ def test_torch_both_ways(row, bits):
     train(model, peer, 0, STEPS)
     moved = copy.deepcopy(model)
     ours = row.build_ours(bits, moved)
+    ours.param_groups[0]["dither"] = False  # of a centered RMSprop's variance it would show
     ours.load_state_dict(peer.state_dict())
     back = copy.deepcopy(moved)
     again = row.build_theirs(getattr(torch.optim, row.name), back)
