@@ -27,6 +27,7 @@ from torch.distributed.fsdp import (
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
 import lowbit_optim
+from lowbit_optim_kernels.weights import as_integers
 
 # Rows of 300 and of 512; fewer rows than ranks; flat blocks that end with a shard and that do not;
 # more than 4096 elements of which a shard has fewer; a small tensor, one number.
@@ -109,6 +110,9 @@ def full(x):
 def everything(params, optimizer):
     """Parameters and states with whole tensors; a collective call."""
     state = [{key: full(x) for key, x in optimizer.state[p].items()} for p in params]
+    for one in state:  # 16 bits are kept as bf16 here, which can be gathered
+        if one.get("master_residual") is not None:
+            one["master_residual"] = as_integers(one["master_residual"])
     return {"params": [full(p.detach()) for p in params], "state": state}
 
 
