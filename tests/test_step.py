@@ -51,8 +51,9 @@ def test_one_group_holds_every_mix_of_dtypes(case, bits, name):
     """Parameters and gradients of all dtypes in one group, as each in an optimizer of its own."""
     together = [p for dtype in FLOATS for p in parameters(dtype)]
     alone = [p for dtype in FLOATS for p in parameters(dtype)]
-    one = build(case, bits, together)
-    many = [build(case, bits, [p]) for p in alone]
+    nearest = {"dither": False, "master_weight_bits": None}  # random bits are of a tensor's number
+    one = build(case, bits, together, **nearest)
+    many = [build(case, bits, [p], **nearest) for p in alone]
     with lowbit_optim.use_engine(name):
         for t in range(2):
             mixed_gradients(together, t, shift=1 + t % 2)
