@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import inspect
+import re
 from typing import Any
 
 import lowbit_optim
@@ -71,12 +72,12 @@ def _info(make: Any, name: str, cls: type[LowBitOptimizer]) -> Any:
     """A row of timm's registry."""
     arguments = inspect.signature(cls).parameters
     betas = arguments["betas"].default if "betas" in arguments else ()
-    family = name.removeprefix(PREFIX).removesuffix("8bit").removesuffix("32bit")
-    bits = "8-bit" if name.endswith("8bit") else "32-bit"
+    narrow = re.search("[48](?=bit$)", name)
+    family = re.sub("(4|8|32)bit$", "", name.removeprefix(PREFIX))
     return make(
         name=name,
         opt_class=cls,
-        description=f"lowbit_optim {cls.family} with {bits} state",
+        description=f"lowbit_optim {cls.family} with {narrow[0] if narrow else 32}-bit state",
         has_eps="eps" in arguments,
         has_momentum="momentum" in arguments,
         has_betas=bool(betas),

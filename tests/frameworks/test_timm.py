@@ -20,6 +20,7 @@ NAMES = [
     )
     for bits in ("", "8bit", "32bit")
 ]  # fmt: skip
+NAMES += [f"lowbit{family}4bit" for family in ("adam", "adamw", "eve", "lamb", "lans")]
 
 
 @contextlib.contextmanager
