@@ -33,6 +33,7 @@ FORMATS = {
 # Triton 3.7's stores and reloads one register of Adam's kernels; 3.6's and 3.9's do not.
 SPILLS = {
     ("LANS8bit", "fp32", "sm_80"): 4,
+    ("LANS8bit", "bf16", "sm_100"): 2,
     ("Adam8bit", "bf16", "sm_90"): 2,
     ("AdamW8bit", "bf16", "sm_90"): 2,
     ("Eve8bit", "bf16", "sm_90"): 2,

@@ -80,7 +80,8 @@ def test_an_optimizer_per_parameter_inside_the_backward_pass():
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Linear(20, 15), torch.nn.ReLU(), torch.nn.Linear(15, 1))
     twin = copy.deepcopy(model)
-    inside = {p: lowbit_optim.AdamW8bit([p], min_8bit_size=1) for p in model.parameters()}
+    options = {"min_8bit_size": 1, "dither": False}  # random bits are of a parameter's number
+    inside = {p: lowbit_optim.AdamW8bit([p], **options) for p in model.parameters()}
 
     def step(p):
         inside[p].step()
@@ -88,7 +89,7 @@ def test_an_optimizer_per_parameter_inside_the_backward_pass():
 
     for p in model.parameters():
         p.register_post_accumulate_grad_hook(step)
-    outside = lowbit_optim.AdamW8bit(twin.parameters(), min_8bit_size=1)
+    outside = lowbit_optim.AdamW8bit(twin.parameters(), **options)
     for t in range(3):
         x = torch.full((4, 20), 1.0 + t)
         model(x).sum().backward()

@@ -52,8 +52,13 @@ class StoredFunction(_Cache):
 
     def save_overload(self, sig: Any, data: Any) -> None:
         # Code with addresses of this process in it; none of ours, unless a helper goes wrong.
-        if not data.library.has_dynamic_globals:
-            module_cache.store(self._name(sig, data.codegen), dumps(data._reduce()))
+        if data.library.has_dynamic_globals:
+            return
+        try:
+            reduced = data._reduce()
+        except RuntimeError:  # Ctrl-C kept LLVM from handing the code over, which runs all the same
+            return
+        module_cache.store(self._name(sig, data.codegen), dumps(reduced))
 
     def enable(self) -> None:
         """Always on: the methods that switch it are the interface's."""
