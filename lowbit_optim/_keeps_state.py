@@ -79,12 +79,13 @@ class KeepsState(Optimizer):
     def _check_format(self, group: Mapping[str, Any]) -> None:
         """Raise a ValueError for a format that cannot keep what the rule does."""
         format = _state.format_of(group)
-        refusal = format.refusal(self._moments(group))
+        moments = self._moments(group)
+        refusal = format.refusal(moments)
         if refusal is not None:
             asked = f"state_format={format.name!r}"
             if group["state_format"] is None:
                 asked = f"optim_bits={group['optim_bits']!r}, which means {asked}"
-            kept = ", ".join(moment.key for moment in self._moments(group)) or "none"
+            kept = ", ".join(moment.key for moment in moments) or "none"
             raise ValueError(
                 f"{type(self).__name__} cannot have {asked}: {refusal}; its moments are {kept}"
             )
@@ -110,7 +111,7 @@ class KeepsState(Optimizer):
 
     def _check_saved(self, saved: Mapping[str, Any], p: Tensor, group: Mapping[str, Any]) -> None:
         """Raise for numbers that no step leaves in a parameter's state."""
-        moments = {*self._moments(group), *self.SAVED_MOMENTS}
+        moments = dict.fromkeys((*self._moments(group), *self.SAVED_MOMENTS))
         _checkpoint.check_values(saved, p, moments, self._lasting(group))
         if self.step_required and "step" not in saved:
             raise ValueError(f"it has no 'step', only {sorted(map(str, saved))}")

@@ -339,6 +339,7 @@ class LowBitOptimizer(LoadsState):
         """A step plan; states are created that do not exist yet."""
         plan = StepPlan(form, [], [], [])
         batches: dict[tuple[torch.device, str], list[Slot]] = {}
+        dithers = any(moment.stream for moment in plan.form[0].moments)
         for p, g, engine in self._gradients(group):
             plan.params.append(p)
             plan.held.append(_sharding.local(p))
@@ -359,6 +360,8 @@ class LowBitOptimizer(LoadsState):
                 slot.groups = share.groups
                 slot.blocks_before = share.blocks_before(slot.format.block)
                 slot.weight_blocks_before = share.blocks_before(WEIGHT_BLOCK)
+            if dithers or slot.weights.dithered:
+                slot.tensor_key = dither.tensor_key(group["seed"], self._place(p)[0])
             batches.setdefault((work.device, engine), []).append(slot)
         plan.gradients = [_sharding.local(p.grad) for p in plan.params]
         plan.batches = [
@@ -387,13 +390,10 @@ class LowBitOptimizer(LoadsState):
         moments = self._moments(group)
         format = self._format(p, group) if moments else FLOAT32
         layout = Layout.of(work.shape, format.block)
-        slot = Slot(
+        return Slot(
             p=work, g=g, format=format, step=state["step"],
             state=tuple(state[part.key] for unit in units(moments, format) for part in unit.parts),
             rows=layout.rows, row=layout.row, numel=p.numel(),
             lasting=tuple(state[x.key] for x in self._lasting(group)),
             weights=self._weights(p, group), residual=state.get(RESIDUAL_KEY),
         )  # fmt: skip
-        if slot.weights.dithered or self._dithered(group):
-            slot.tensor_key = dither.tensor_key(group["seed"], self._place(p)[0])
-        return slot

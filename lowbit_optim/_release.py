@@ -114,8 +114,9 @@ class ReleasedGradients:
     ) -> None:
         self._optimizer, self._bucket_bytes = optimizer, bucket_bytes
         self._clip = clip_previous_norm
-        self._waiting: dict[Tensor, int] = {}
-        self._stepped: set[Tensor] = set()
+        self._waiting: list[Tensor] = []
+        self._waiting_bytes = 0
+        self._taken: set[Tensor] = set()  # since the last step
         self._squares: dict[Groups, Tensor] = {}
         params = [p for group in optimizer.param_groups for p in group["params"]]
         hooked = [p for p in dict.fromkeys(params) if p.requires_grad]
@@ -140,8 +141,8 @@ class ReleasedGradients:
         for p in self._hooked:
             _released_params.pop(p, None)
         self._hooks, self._hooked = [], []
-        self._waiting, self._squares = {}, {}
-        self._stepped = set()
+        self._waiting, self._waiting_bytes = [], 0
+        self._taken, self._squares = set(), {}
         if self._optimizer._released is self:
             self._optimizer._released = None
             self._optimizer.param_groups[0].pop(PREVIOUS_NORM, None)
@@ -149,20 +150,22 @@ class ReleasedGradients:
     @torch.no_grad()
     def _take(self, p: Tensor) -> None:
         """The hook of a parameter: its gradient is complete."""
-        if p in self._stepped or p in self._waiting:
+        if p in self._taken:
             raise RuntimeError(
                 f"a parameter of shape {tuple(p.shape)} has a second gradient since the last "
                 "optimizer.step(), and its first one was released: call step() after every "
                 "backward pass; gradients that are to be accumulated cannot be released"
             )
         # Of the whole parameter, so that all ranks step at the same time.
-        self._waiting[p] = p.numel() * p.element_size()
-        if sum(self._waiting.values()) >= self._bucket_bytes:
+        self._taken.add(p)
+        self._waiting.append(p)
+        self._waiting_bytes += p.numel() * p.element_size()
+        if self._waiting_bytes >= self._bucket_bytes:
             self._flush()
 
     def _flush(self) -> None:
         """Step the parameters that wait, and drop their gradients."""
-        waiting = list(self._waiting)
+        waiting = self._waiting
         if not waiting:
             return
         optimizer = self._optimizer
@@ -177,8 +180,7 @@ class ReleasedGradients:
                 optimizer._step_some(waiting)
             finally:
                 del optimizer.grad_scale
-        self._stepped.update(waiting)
-        self._waiting = {}
+        self._waiting, self._waiting_bytes = [], 0
         for p in waiting:
             p.grad = None
 
@@ -196,7 +198,7 @@ class ReleasedGradients:
     def finish(self) -> None:
         """Step what still waits; the step is over."""
         self._flush()
-        self._stepped = set()
+        self._taken = set()
         if self._clip is None or not self._squares:
             return
         total: Any = 0.0

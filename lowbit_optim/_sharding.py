@@ -339,7 +339,7 @@ def agreeing(params: Sequence[Any]) -> Iterator[dict[Any, Mapping[str, Any]]]:
     saved: dict[Any, Mapping[str, Any]] = {}
     try:
         yield saved
-    except Exception as error:
+    except Exception as error:  # of whatever kind, or the other ranks would wait
         _agree(error, params, {})
         raise
     _agree(None, params, saved)

@@ -25,6 +25,7 @@ import torch
 from torch import Tensor
 
 TIME, SPACE = 0x9E3779B9, 0xC13FA9A9
+ROUNDS = ((16, 0x7FEB352D), (15, 0x846CA68B))  # of `mix`: shifts and factors
 MASK = 0xFFFFFFFF
 WEIGHT = 1  # the stream of the parameter's own rounding
 SEEDS = 2**32
@@ -32,8 +33,8 @@ SEEDS = 2**32
 
 def mix(x: Any) -> Any:
     """A hash of 32 bits, of a number or of an int64 tensor."""
-    x = ((x ^ (x >> 16)) * 0x7FEB352D) & MASK
-    x = ((x ^ (x >> 15)) * 0x846CA68B) & MASK
+    for shift, factor in ROUNDS:
+        x = ((x ^ (x >> shift)) * factor) & MASK
     return x ^ (x >> 16)
 
 

@@ -162,8 +162,8 @@ class Random:
         rows, columns = self._at(span, shape)
         blocks = columns[::block] // block
         numbers = self.before + rows[:, None] * -(-shape[1] // block) + blocks
-        lanes = torch.arange(block, device=self.device)
-        return dither.fraction(self._bits(stream, numbers[..., None], lanes), torch.float32)
+        bits = self._bits(stream, numbers[..., None], torch.arange(block, device=self.device))
+        return dither.fraction(bits, torch.float32)
 
     def of_weights(self, span: Span, shape: tuple[int, int]) -> Tensor:
         """32 bits for each weight of a span, (rows, columns)."""
@@ -173,8 +173,8 @@ class Random:
 
     def _at(self, span: Span, shape: tuple[int, int]) -> tuple[Tensor, Tensor]:
         """Numbers of the span's rows and columns."""
-        rows, columns = (torch.arange(size, device=self.device) for size in shape)
-        return rows[span[0]], columns[span[1]]
+        rows = torch.arange(*span[0].indices(shape[0]), device=self.device)
+        return rows, torch.arange(*span[1].indices(shape[1]), device=self.device)
 
     def _bits(self, stream: int, blocks: Tensor, lanes: Tensor) -> Tensor:
         return dither.bits(dither.stream_key(self.tensor_key, stream), self.step, blocks, lanes)

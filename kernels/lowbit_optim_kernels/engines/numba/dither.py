@@ -9,14 +9,14 @@ from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic
 
-from ...dither import SPACE, TIME
+from ...dither import ROUNDS, SPACE, TIME
 from .vector import LANES, F, constant, f32, fill, i32, i64, spread, vector
 
 _LANES = [lane * SPACE % 2**32 for lane in range(LANES)]
 
 
 def _mix(b: ir.IRBuilder, x: ir.Value) -> ir.Value:
-    for shift, factor in ((16, 0x7FEB352D), (15, 0x846CA68B)):
+    for shift, factor in ROUNDS:
         x = b.mul(b.xor(x, b.lshr(x, ir.Constant(i32, shift))), ir.Constant(i32, factor))
     return b.xor(x, b.lshr(x, ir.Constant(i32, 16)))
 

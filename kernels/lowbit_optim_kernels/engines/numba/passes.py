@@ -166,16 +166,17 @@ def reduce_block(*ARGUMENTS):
     """
     for x in TERMS:
         block_sum[x] = 0.0
-    for start in range(0, n, BLOCK):
-        stop = min(n, start + BLOCK)
-        if MOMENTS:
-            read_block()
+    for first in range(0, n, SUMMED):
         for x in TERMS:
             lanes[x] = splat(f32(0.0))
-        for j in range(start, stop, 16):
-            compute()
-            for x in TERMS:
-                lanes[x] = lanes[x] + (only_finite(x.value) if FINITE else x.value)
+        for start in range(first, min(n, first + SUMMED), BLOCK):
+            stop = min(n, start + BLOCK)
+            if MOMENTS:
+                read_block()
+            for j in range(start, stop, 16):
+                compute()
+                for x in TERMS:
+                    lanes[x] = lanes[x] + (only_finite(x.value) if FINITE else x.value)
         for x in TERMS:
             block_sum[x] += total(lanes[x])
     return block_sum[TERMS]

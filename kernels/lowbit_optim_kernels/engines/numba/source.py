@@ -53,6 +53,7 @@ from ...weights import PLAIN, Weights
 
 GSCALE, SCALARS = 0, 1  # columns of `scalars`
 SIZE = {"f32": 4, "bf16": 2, "f16": 2}
+SUMMED = 256  # elements whose terms are added up in fp32, at least
 LANES, GRAIN = 16, 64  # elements of a vector; what a block function's are a multiple of
 WORK = 40  # bytes of a job before its words of work
 GEOMETRY = 7  # columns of `geometry`
@@ -330,6 +331,7 @@ class _Passes:
                 *arguments, *map(Variable, ("n", "scratch", "gscale", *numbers)),
                 *variables("key", dithered), *(s.value for s in scalars)
             ),
+            "SUMMED": -(-SUMMED // self.block) * self.block,  # in whole blocks
             "GSCALE": GSCALE, "BLOCK": self.block, "GRAIN": math.gcd(GRAIN, self.block),
             # Bytes of scratch for a moment: a block's numbers, and those of the one before.
             "ROW": 8 * self.block,

@@ -47,6 +47,15 @@ def host_features() -> set[str]:
     return {name for name, present in llvm.get_host_cpu_features().items() if present}
 
 
+_FEATURES = host_features()
+HAS_AVX512 = {"avx512f", "avx512bw", "avx512dq"} <= _FEATURES
+HAS_AVX2 = {"avx2", "fma"} <= _FEATURES
+HAS_VBMI = HAS_AVX512 and "avx512vbmi" in _FEATURES
+HAS_SSE41 = bool({"sse4.1", "sse4.2", "avx"} & _FEATURES)
+# How instructions of AVX-512 round, without exceptions.
+DOWNWARD, UPWARD = ir.Constant(i32, 9), ir.Constant(i32, 10)
+
+
 def converts_half() -> bool:
     """Whether LLVM turns fp16 into fp32 by instructions; without, it calls what is not there."""
     return platform.machine().lower() not in ("x86_64", "amd64") or "f16c" in host_features()
@@ -107,6 +116,15 @@ def call(builder: ir.IRBuilder, name: str, returns: ir.Type, *arguments: ir.Valu
 def fabs(builder: ir.IRBuilder, x: ir.Value) -> ir.Value:
     """|x| of a vector."""
     return call(builder, "llvm.fabs.v16f32", vector(f32), x)
+
+
+def floor(builder: ir.IRBuilder, x: ir.Value) -> ir.Value:
+    """The next integers below the lanes of a vector, which an int32 holds; in fp32."""
+    if HAS_SSE41:
+        return call(builder, "llvm.floor.v16f32", vector(f32), x)
+    cut = builder.sitofp(builder.fptosi(x, vector(i32)), vector(f32))  # LLVM would call a function
+    over = builder.fcmp_ordered(">", cut, x)
+    return builder.select(over, builder.fsub(cut, fill(f32, 1.0)), cut)
 
 
 def pointer(builder: ir.IRBuilder, address: ir.Value, element: ir.Type) -> ir.Value:

@@ -14,7 +14,7 @@ from . import plan
 
 TIME, SPACE = tl.constexpr(dither.TIME), tl.constexpr(dither.SPACE)
 WEIGHT_BLOCK = tl.constexpr(plan.WEIGHT_BLOCK)
-FIRST, SECOND = tl.constexpr(0x7FEB352D), tl.constexpr(0x846CA68B)
+FIRST, SECOND = (tl.constexpr(factor) for _, factor in dither.ROUNDS)
 
 
 @triton.jit

@@ -24,12 +24,9 @@ from numba.extending import intrinsic
 
 from ...engines.numba.dither import fractions, next_bits
 from ...engines.numba.memory import load_f32, store_f32
-from ...engines.numba.vector import (
-    f32,
-    i32,
-)
+from ...engines.numba.vector import HAS_AVX512 as HAS_AVX512
+from ...engines.numba.vector import f32, i32
 from . import numba_decode, numba_encode, numba_tables
-from .numba_decode import HAS_AVX512 as HAS_AVX512
 from .numba_decode import decode_s_64, decode_u_64
 from .numba_encode import SIGNED, UNSIGNED
 from .numba_encode import dither_s as dither_s
@@ -40,9 +37,7 @@ from .numba_encode import put_dithered_s_64 as put_dithered_s_64
 from .numba_encode import put_dithered_u_64 as put_dithered_u_64
 from .numba_encode import put_s_64 as put_s_64
 from .numba_encode import put_u_64 as put_u_64
-from .numba_tables import (
-    DOWN,
-)
+from .numba_tables import DOWN
 
 # For the engine: the template of its passes, and the modules that compiled code depends on as well.
 PASSES = "lowbit_optim_kernels.formats.dynamic8.numba_passes"

@@ -11,12 +11,12 @@ from numba.core import cgutils
 from numba.extending import intrinsic
 
 from ...engines.numba.vector import (
+    HAS_VBMI,
     F,
     call,
     constant,
     f32,
     fill,
-    host_features,
     i1,
     i8,
     i16,
@@ -29,12 +29,6 @@ from ...engines.numba.vector import (
 from .numba_tables import (
     book,
 )
-
-_features = host_features()
-HAS_AVX512 = {"avx512f", "avx512bw", "avx512dq"} <= _features
-HAS_AVX2 = {"avx2", "fma"} <= _features
-HAS_VBMI = HAS_AVX512 and "avx512vbmi" in _features
-HAS_SSE41 = "sse4.1" in _features or "sse4.2" in _features or "avx" in _features
 
 # Of a 4 x 4 matrix of 32-bit words: undoes the order that instructions on 128-bit lanes leave.
 TRANSPOSE = [4 * (i % 4) + i // 4 for i in range(16)]

@@ -13,12 +13,17 @@ from numba import types
 from numba.extending import intrinsic
 
 from ...engines.numba.vector import (
+    DOWNWARD,
+    HAS_AVX2,
+    HAS_AVX512,
+    UPWARD,
     F,
     call,
     constant,
     f32,
     fabs,
     fill,
+    floor,
     i8,
     i16,
     i32,
@@ -28,12 +33,7 @@ from ...engines.numba.vector import (
     spread,
     vector,
 )
-from .numba_decode import (
-    HAS_AVX2,
-    HAS_AVX512,
-    HAS_SSE41,
-    TRANSPOSE,
-)
+from .numba_decode import TRANSPOSE
 from .numba_tables import (
     BIAS,
     DOWN,
@@ -48,7 +48,6 @@ from .numba_tables import (
 MANTISSA, ONE, BELOW_TWO = 0x007FFFFF, 0x3F800000, 0x3FFFFFFF  # bit patterns of fp32
 # One ulp of the smallest midpoint, about 2**-22, times 2**DOWN.
 NUDGE = 2.0 ** (DOWN - 45)
-DOWNWARD, UPWARD = ir.Constant(i32, 9), ir.Constant(i32, 10)  # how to round, no exceptions
 
 
 def _by_halves(b: ir.IRBuilder, look_up: Callable, index: ir.Value) -> ir.Value:
@@ -232,15 +231,6 @@ def _to_integers(b: ir.IRBuilder, x: ir.Value, how: ir.Constant) -> ir.Value:
     return call(b, name, vector(i32), x, kept, mask, how)
 
 
-def _floor(b: ir.IRBuilder, x: ir.Value) -> ir.Value:
-    """Integers below numbers, in i32 lanes."""
-    if HAS_SSE41:
-        return b.fptosi(call(b, "llvm.floor.v16f32", vector(f32), x), vector(i32))
-    cut = b.fptosi(x, vector(i32))
-    over = b.fcmp_ordered(">", b.sitofp(cut, vector(f32)), x)
-    return b.add(cut, b.sext(over, vector(i32)))
-
-
 def _dithered(
     b: ir.IRBuilder, x: ir.Value, inverse: ir.Value, random: ir.Value, signed: bool
 ) -> ir.Value:
@@ -269,7 +259,7 @@ def _dithered(
         return _to_integers(b, b.select(b.fcmp_ordered(">", least, z), least, z), DOWNWARD)
     top = fill(f32, 128.0 if signed else 256.0)
     z = b.select(b.fcmp_ordered("<", z, top), z, top)
-    return _codes_of(b, x, _floor(b, z), signed)
+    return _codes_of(b, x, b.fptosi(floor(b, z), vector(i32)), signed)
 
 
 def _encoder(signed: bool) -> tuple[Callable, ...]:

@@ -16,11 +16,14 @@ from numba.extending import intrinsic
 from numpy import float32 as f32
 
 from ...engines.numba.vector import (
+    DOWNWARD,
+    HAS_AVX512,
+    HAS_VBMI,
     F,
     call,
     constant,
     fill,
-    host_features,
+    floor,
     i8,
     i16,
     i32,
@@ -39,21 +42,14 @@ from . import LARGEST, LEAST_SCALE, RATIO_LEVELS, SOFT, SQUARE_LEVELS, ZERO
 
 PASSES = "lowbit_optim_kernels.formats.ratio.numba_passes"
 
-_features = host_features()
-HAS_AVX512 = {"avx512f", "avx512bw", "avx512dq"} <= _features
-HAS_VBMI = HAS_AVX512 and "avx512vbmi" in _features
-HAS_SSE41 = "sse4.1" in _features or "sse4.2" in _features or "avx" in _features
-
 SQUARE_8, SQUARE_4 = f32(SQUARE_LEVELS[8]), f32(SQUARE_LEVELS[4])
 RATIO_8, RATIO_4 = f32(RATIO_LEVELS[8]), f32(RATIO_LEVELS[4])
 ZERO_8, ZERO_4 = f32(ZERO), f32(8)
 SOFT_LEVELS, SOFT_SUM = f32(127.0), f32(SOFT)
-SUMMED = 256  # elements whose terms of a sum are added up in fp32
 INTEGER = f32(1.5 * 2.0**23)  # and below 2**22 what is added to it comes out as an integer
 _LEAST, _LARGEST, _INFINITY, _NONE, _ONE = (
     f32(x) for x in (LEAST_SCALE, LARGEST, np.inf, 0.0, 1.0)
 )
-_DOWN = ir.Constant(i32, 9)  # round towards -infinity, no exceptions
 
 
 # Codes in memory.
@@ -170,14 +166,8 @@ def _below(typing, x, zero):
         x, zero = args
         if HAS_AVX512:  # in one instruction
             name = "llvm.x86.avx512.add.ps.512"
-            return call(b, name, vector(single), x, b.fadd(zero, fill(single, INTEGER)), _DOWN)
-        if HAS_SSE41:
-            below = call(b, "llvm.floor.v16f32", vector(single), x)
-        else:
-            cut = b.sitofp(b.fptosi(x, vector(i32)), vector(single))
-            over = b.fcmp_ordered(">", cut, x)
-            below = b.select(over, b.fsub(cut, fill(single, 1.0)), cut)
-        return b.fadd(below, b.fadd(zero, fill(single, INTEGER)))
+            return call(b, name, vector(single), x, b.fadd(zero, fill(single, INTEGER)), DOWNWARD)
+        return b.fadd(floor(b, x), b.fadd(zero, fill(single, INTEGER)))
 
     return F(F, F), emit
 

@@ -11,7 +11,7 @@ from numba import njit
 from numpy import float32 as f32
 
 from ...engines.numba.dither import block_bits, first_bits, fractions, next_bits
-from ...engines.numba.element import INFINITY, only_finite
+from ...engines.numba.element import INFINITY
 from ...engines.numba.memory import read_f32, write_f32
 from ...engines.numba.vector import (
     finite,
@@ -21,7 +21,6 @@ from ...engines.numba.vector import (
     rounded,
     splat,
     sqrt,
-    total,
     where,
 )
 from .numba import (
@@ -29,7 +28,6 @@ from .numba import (
     RATIO_8,
     SQUARE_4,
     SQUARE_8,
-    SUMMED,
     ZERO_4,
     ZERO_8,
     dithered_ratio_code,
@@ -215,23 +213,3 @@ def update_block(*ARGUMENTS):
     for quarter in (0, 1, 2, 3):
         encode()
     store_codes()
-
-
-@njit(nogil=True, error_model="numpy", inline="always")
-def reduce_block(*ARGUMENTS):
-    """Sums of terms; of finite ones, lest one bad gradient spoil its tensor's norm."""
-    for x in TERMS:
-        block_sum[x] = 0.0
-    for first in range(0, n, SUMMED):
-        for x in TERMS:
-            lanes[x] = splat(f32(0.0))
-        for start in range(first, min(n, first + SUMMED), BLOCK):
-            if MOMENTS:
-                read_block()
-            for j in range(start, start + BLOCK, 16):
-                compute()
-                for x in TERMS:
-                    lanes[x] = lanes[x] + (only_finite(x.value) if FINITE else x.value)
-        for x in TERMS:
-            block_sum[x] += total(lanes[x])
-    return block_sum[TERMS]
