@@ -181,12 +181,14 @@ class KeepsState(Optimizer):
         """
         state = self._converted(state, p, group)
         stored = self._stored(p, group, state)
-        kept = _saved.keys_of(_saved.known(state, self._moments(group)), self._format(p, group))
         if RESIDUAL_KEY in state and RESIDUAL_KEY not in stored:
             state = {key: x for key, x in state.items() if key != RESIDUAL_KEY}
-        missing = [key for key in stored if key not in state and key not in kept]
+        missing = [key for key in stored if key not in state]
         if missing:
-            state = {**state, **{key: self._new(key, stored[key], p, group) for key in missing}}
+            known = _saved.known(state, self._moments(group))  # in whatever format
+            kept = _saved.keys_of(known, self._format(p, group))
+            new = {key: self._new(key, stored[key], p, group) for key in missing if key not in kept}
+            state = {**state, **new}
         if all(tensor.like(state.get(key)) for key, tensor in stored.items()):
             return state
         where = f"the state of a parameter of shape {tuple(p.shape)} does not fit "
