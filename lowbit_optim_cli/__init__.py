@@ -1,7 +1,7 @@
 """The command `lowbit-optim`, and the arithmetic of memory footprints.
 
-A package beside `lowbit_optim`, because importing that imports torch: help, completion and estimates
-from shapes alone answer before torch would be there.
+A package beside `lowbit_optim`, because importing that imports torch: help, completion and
+estimates from shapes alone answer before torch would be there.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Layouts of the optimizers: this package's in every format, and other libraries'.
 
-Numbers, so that they are known without importing torch. `tests/test_cli_footprint.py` compares this
-package's with what the classes and their `Format` objects allocate, and `make peers` the others' with
-what the installed libraries do; those that cannot run on a CPU are marked `documented`.
+Numbers, so that they are known without importing torch. `tests/test_cli_footprint.py` compares
+this package's with what the classes and their `Format` objects allocate, and `make peers` the
+others' with what the installed libraries do; what cannot run on a CPU is marked `documented`.
 """
 
 from __future__ import annotations
@@ -87,19 +87,21 @@ def own(family: str, format: str, bits: int | None) -> Layout:
     roles = ROLES[family]
     return Layout(
         OWN, family, f"{family}{BITS[format]}bit", format, len(roles),
-        coded=storage(roles, format), exact=roles.count("exact"), least_width=4, fixed=STEP_BYTES + FIXED.get(family, 0),
-        further=FURTHER.get(family), bits=bits, residual=RESIDUAL_BYTES[bits],
-        dithered=bits in (16, 24), overrides=True, own=True,
+        coded=storage(roles, format), exact=roles.count("exact"), least_width=4,
+        fixed=STEP_BYTES + FIXED.get(family, 0), further=FURTHER.get(family), bits=bits,
+        residual=RESIDUAL_BYTES[bits], dithered=bits in (16, 24), overrides=True, own=True,
         bucket_bytes=None if family in EAGER else BUCKET_BYTES, shards=family not in EAGER,
     )  # fmt: skip
 
 
 def own_layouts(bf16: bool) -> Iterator[Layout]:
-    """Every optimizer of this package in each format; of a bf16 model with each width of weights."""
+    """Every optimizer of this package in each format, and each width of weights of bf16 ones."""
     for family, roles in ROLES.items():
         for format in FORMATS:
             if format != "ratio4" or sorted(roles) == ["ratio", "square"]:
-                yield from (own(family, format, bits) for bits in ((16, 24, 32) if bf16 else (None,)))
+                yield from (
+                    own(family, format, bits) for bits in ((16, 24, 32) if bf16 else (None,))
+                )
 
 
 def _torch() -> Iterator[Layout]:
@@ -112,7 +114,15 @@ def _torch() -> Iterator[Layout]:
 
 def _bitsandbytes() -> Iterator[Layout]:
     """Blocks over the flattened tensor, and code books that all parameters share."""
-    moments = {"Adam": 2, "AdamW": 2, "AdEMAMix": 3, "SGD": 1, "Lion": 1, "RMSprop": 1, "Adagrad": 1}
+    moments = {
+        "Adam": 2,
+        "AdamW": 2,
+        "AdEMAMix": 3,
+        "SGD": 1,
+        "Lion": 1,
+        "RMSprop": 1,
+        "Adagrad": 1,
+    }
     for family, count in moments.items():
         yield Layout(
             "bitsandbytes", family, f"{family}8bit", "dynamic8", count,

@@ -1,7 +1,7 @@
 """Bytes of other libraries' state by arithmetic against what they allocate here, on the CPU.
 
-`make peers` installs bitsandbytes and torchao; what is missing is skipped. FlashOptim refuses to run
-without a CUDA device, so its layout is read in its source and marked so.
+`make peers` installs bitsandbytes and torchao; what is missing is skipped. FlashOptim refuses to
+run without a CUDA device, so its layout is read in its source and marked so.
 """
 
 import pytest
