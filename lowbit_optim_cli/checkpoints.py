@@ -91,10 +91,10 @@ def _names(path: Path) -> list[tuple[str, str]]:
             "a torch before 1.6, or is cut off"
         ) from None
     try:
-        found = [arg for op, arg, _ in pickletools.genops(text) if op.name == "GLOBAL"]
+        found = [str(arg) for op, arg, _ in pickletools.genops(text) if op.name == "GLOBAL"]
     except ValueError:
         raise Refused(f"the pickle in {path} is damaged") from None
-    return [tuple(arg.split(" ", 1)) for arg in dict.fromkeys(found)]
+    return [(arg.partition(" ")[0], arg.partition(" ")[2]) for arg in dict.fromkeys(found)]
 
 
 def _import(package: str, path: Path) -> None:

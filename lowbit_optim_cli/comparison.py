@@ -1,8 +1,8 @@
 """`lowbit-optim compare`: one small model trained with 32-, 8- and 4-bit state from one start.
 
 The data are made here: symbols that follow the two before them with chances that a small network
-has to learn. What the rows show is that they learn alike, and what their state takes; a model of this
-size says nothing of the speed of large ones.
+has to learn. What the rows show is that they learn alike, and what their state takes; a model of
+this size says nothing of the speed of large ones.
 """
 
 from __future__ import annotations
@@ -111,39 +111,47 @@ def forms(family: str) -> list[Form]:
 
 
 def compare(console: Console, names: Sequence[str], steps: int, seed: int) -> list[Result]:
-    """Train every form of these optimizers from one start on the same batches."""
+    """Train every form of these optimizers from one start, in turn on each batch."""
     chosen = [form for name in dict.fromkeys(map(named_family, names)) for form in forms(name)]
-    start = network(seed)
+    start, chain = network(seed), Chain(seed)
+    runs = [Run(form, copy.deepcopy(start)) for form in chosen]
     with Progress(console=console, transient=True) as progress:
-        task = progress.add_task("", total=steps * len(chosen))
-        results = []
-        for form in chosen:
-            progress.update(task, description=f"{form.name} {form.format or ''}")
-            results.append(_train(form, copy.deepcopy(start), steps, seed))
-            progress.advance(task, steps)
-    return results
+        for _ in progress.track(range(steps), description="training"):
+            batch = chain.batch()
+            for run in runs:
+                run.step(*batch)
+    return [run.result() for run in runs]
 
 
-def _train(form: Form, model: nn.Module, steps: int, seed: int) -> Result:
-    optimizer, chain = form.build(model), Chain(seed)
-    losses, times = [], []
-    for _ in range(steps):
-        x, y = chain.batch()
-        loss = nn.functional.cross_entropy(model(x), y)
+class Run:
+    """A model that is trained with one form."""
+
+    def __init__(self, form: Form, model: nn.Module) -> None:
+        self.form, self.model, self.optimizer = form, model, form.build(model)
+        self.losses: list[float] = []
+        self.times: list[float] = []
+
+    def step(self, x: Tensor, y: Tensor) -> None:
+        """One step; its time is the optimizer's alone."""
+        loss = nn.functional.cross_entropy(self.model(x), y)
         loss.backward()
         began = time.perf_counter()
-        optimizer.step()
-        times.append(time.perf_counter() - began)
-        optimizer.zero_grad()
-        losses.append(loss.item())
-    held = sum(x.nbytes for x in tensors(optimizer.state_dict()["state"]))
-    return Result(
-        optimizer=form.name,
-        format=form.format or "as weights",
-        loss=statistics.fmean(losses[-max(1, steps // 10) :]),
-        state_bytes=held / sum(p.numel() for p in model.parameters()),
-        step_ms=1e3 * statistics.median(times[steps // 10 :]),
-    )
+        self.optimizer.step()
+        self.times.append(time.perf_counter() - began)
+        self.optimizer.zero_grad()
+        self.losses.append(loss.item())
+
+    def result(self) -> Result:
+        """What it came to."""
+        steps = len(self.losses)
+        held = sum(x.nbytes for x in tensors(self.optimizer.state))
+        return Result(
+            optimizer=self.form.name,
+            format=self.form.format or "as weights",
+            loss=statistics.fmean(self.losses[-max(1, steps // 10) :]),
+            state_bytes=held / sum(p.numel() for p in self.model.parameters()),
+            step_ms=1e3 * statistics.median(self.times[steps // 10 :]),
+        )
 
 
 def as_json(results: Sequence[Result]) -> str:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import difflib
+import itertools
 import json
 import re
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from rich import box
 from rich.console import Console
 from rich.table import Table
 
@@ -19,6 +21,7 @@ from .optimizers import layouts
 
 CARDS = (16, 24, 48, 80)  # GB of 10^9 bytes, which no card of that name has less than
 FIRST = 10  # rows that `--gpu` prints
+WIDE = 150  # characters of a table with all columns
 UNITS = {"": 1e9, "MB": 1e6, "GB": 1e9, "TB": 1e12, "MIB": 1 << 20, "GIB": 1 << 30, "TIB": 1 << 40}
 SIZE = re.compile(r"([0-9]+(?:\.[0-9]+)?) *([MGT]i?B)?", re.IGNORECASE)
 
@@ -168,38 +171,56 @@ def as_json(model: Model, rows: Sequence[Row], shards: int, activations: Sequenc
 def show(
     console: Console, model: Model, rows: Sequence[Row], shards: int, activations: Sequence[str]
 ) -> None:
-    """Print the table and what has to be known of it."""
+    """Print the table and what has to be known of it.
+
+    Weights and gradients, which are the same in all rows, are left to the title of a terminal that
+    is not wide enough.
+    """
     unit, size = ("GB", 1e9) if max(row.whole.sum for row in rows) >= 1e9 else ("MB", 1e6)
-    table = Table(title=f"{model.source}: {model.parameters:,} parameters, in {unit}")
-    for column in ("optimizer", "format", "bits"):
-        table.add_column(column, no_wrap=column != "format", overflow="fold")
-    numbers = ["weights", "gradients", "released", "state", "residual", "sum", "released"]
-    numbers += ["per rank", "released"] if shards > 1 else []
-    for column in (*numbers, *(f"{card} GB" for card in CARDS)):
-        table.add_column(column, justify="right")
 
     def cell(value: int | None) -> str:
         return "-" if value is None else f"{value / size:.3f}"
 
-    library = None
-    for row in rows:
-        layout, whole, rank = row.layout, row.whole, row.rank
-        if library not in (None, layout.library):
-            table.add_section()
-        library = layout.library
-        name = layout.name if layout.own else f"{library}.{layout.name}"
-        values = [whole.weights, whole.gradients, whole.released, whole.state, whole.residual,
-                  whole.sum, whole.sum_released]  # fmt: skip
-        if shards > 1:
-            values += [None, None] if rank is None else [rank.sum, rank.sum_released]
-        marks = [{"whole": "yes", "released": "rel.", None: "-"}[row.fits(c * 1e9)] for c in CARDS]
-        table.add_row(
-            name + ("*" if layout.documented else ""), layout.format, str(layout.bits or "-"),
-            *map(cell, values), *marks,
-        )  # fmt: skip
+    wide = console.width >= WIDE
+    first = rows[0].whole
+    title = f"{model.source}: {model.parameters:,} parameters, in {unit}"
+    if not wide:
+        title += f"; weights {cell(first.weights)}, gradients {cell(first.gradients)}"
+    table = Table(title=title, box=box.SIMPLE_HEAD, padding=(0, 1 if wide else 0, 0, 0))
+    table.add_column("optimizer", no_wrap=True)
+    for column in ("format", "bits"):
+        table.add_column(column)
+    numbers = ["weights", "gradients", "released"] if wide else []
+    numbers += ["state", "residual", "sum", "released"]
+    numbers += ["per rank", "released"] if shards > 1 else []
+    for column in (*numbers, *(f"{card} GB" for card in CARDS)):
+        table.add_column(column, justify="right", no_wrap=column in numbers)
+    for library, several in itertools.groupby(rows, key=lambda row: row.layout.library):
+        table.add_row(library, style="bold")
+        for row in several:
+            names, values = _names(row.layout), _values(row, wide, shards)
+            table.add_row(*names, *map(cell, values), *_marks(row))
     console.print(table)
     for line in (*legend(model, rows, shards), *activations):
-        console.print(line, highlight=False)
+        console.print(line, highlight=False, markup=False)
+
+
+def _names(layout: Layout) -> tuple[str, str, str]:
+    mark = "*" if layout.documented else ""
+    return f" {layout.name}{mark}", layout.format, str(layout.bits or "-")
+
+
+def _values(row: Row, wide: bool, shards: int) -> list[int | None]:
+    whole, rank = row.whole, row.rank
+    values = [whole.weights, whole.gradients, whole.released] if wide else []
+    values += [whole.state, whole.residual, whole.sum, whole.sum_released]
+    if shards > 1:
+        values += [None, None] if rank is None else [rank.sum, rank.sum_released]
+    return values
+
+
+def _marks(row: Row) -> list[str]:
+    return [{"whole": "yes", "released": "rel.", None: "-"}[row.fits(c * 1e9)] for c in CARDS]
 
 
 def legend(model: Model, rows: Sequence[Row], shards: int) -> list[str]:

@@ -118,14 +118,14 @@ def _entry(path: Path, name: str, said: Any, room: int) -> Entry:
     where = f"the header of {path} says of the tensor {name!r}"
     if not isinstance(said, dict):
         raise Refused(f"{where} {_short(said)}, not its dtype, shape and place")
-    dtype, shape, place = (said.get(key) for key in ("dtype", "shape", "data_offsets"))
+    dtype, shape, place = said.get("dtype"), said.get("shape"), said.get("data_offsets")
     if not isinstance(dtype, str) or dtype not in ITEMSIZE:
         raise Refused(f"{where} the dtype {_short(dtype)}; known are {', '.join(ITEMSIZE)}")
-    if not _numbers(shape):
+    sizes, ends = _numbers(shape), _numbers(place)
+    if sizes is None:
         raise Refused(f"{where} the shape {_short(shape)}, which is no list of sizes")
-    entry = Entry(name, dtype, tuple(shape))
-    good = _numbers(place) and len(place) == 2 and place[1] <= room
-    if not good or place[1] - place[0] != entry.bytes:
+    entry = Entry(name, dtype, sizes)
+    if ends is None or len(ends) != 2 or ends[1] > room or ends[1] - ends[0] != entry.bytes:
         raise Refused(
             f"{where} the place {_short(place)}, where {entry.bytes:,} bytes of the {room:,} in "
             "the file are needed"
@@ -133,9 +133,11 @@ def _entry(path: Path, name: str, said: Any, room: int) -> Entry:
     return entry
 
 
-def _numbers(value: Any) -> bool:
-    """Whether a value is a list of sizes."""
-    return isinstance(value, list) and all(type(x) is int and 0 <= x < 1 << 63 for x in value)
+def _numbers(value: Any) -> tuple[int, ...] | None:
+    """A list of sizes; None for anything else."""
+    if not isinstance(value, list) or not all(type(x) is int and 0 <= x < 1 << 63 for x in value):
+        return None
+    return tuple(value)
 
 
 def _short(value: Any) -> str:

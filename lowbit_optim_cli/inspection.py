@@ -149,7 +149,7 @@ def _steps(states: list[Mapping[str, Any]]) -> list[str]:
     if not steps:
         return []
     least, most = min(steps), max(steps)
-    return [f"after {least:,} steps" if least == most else f"after {least:,} to {most:,} steps"]
+    return [f"after {'' if least == most else f'{least:,} to '}{plural(most, 'step')}"]
 
 
 def as_json(path: Path, reports: list[Report]) -> str:

@@ -132,7 +132,7 @@ def _of_entries(where: str, entries: Iterable[Entry], dtype: str | None) -> Mode
                 "give the dtype that it will have, as in --dtype bf16"
             )
         weights.append(Weight(entry.name, entry.shape, own, bool(EMBEDDING.search(entry.name))))
-    notes = ()
+    notes = []
     if left_out:
-        notes = (f"{plural(len(left_out), 'tensor')} left out as buffers, {left_out[0]} first",)
-    return Model(where, tuple(weights), notes)
+        notes.append(f"{plural(len(left_out), 'tensor')} left out as buffers, as {left_out[0]}")
+    return Model(where, tuple(weights), tuple(notes))
