@@ -188,13 +188,14 @@ def show(
         title += f"; weights {cell(first.weights)}, gradients {cell(first.gradients)}"
     table = Table(title=title, box=box.SIMPLE_HEAD, padding=(0, 1 if wide else 0, 0, 0))
     table.add_column("optimizer", no_wrap=True)
-    for column in ("format", "bits"):
-        table.add_column(column)
+    table.add_column("format", no_wrap=True)
+    table.add_column("bits")
     numbers = ["weights", "gradients", "released"] if wide else []
     numbers += ["state", "residual", "sum", "released"]
     numbers += ["per rank", "released"] if shards > 1 else []
-    for column in (*numbers, *(f"{card} GB" for card in CARDS)):
-        table.add_column(column, justify="right", no_wrap=column in numbers)
+    cards = [f"{card}{' ' if wide else chr(10)}GB" for card in CARDS]
+    for column in (*numbers, *cards):
+        table.add_column(column, justify="right", no_wrap=True)
     for library, several in itertools.groupby(rows, key=lambda row: row.layout.library):
         table.add_row(library, style="bold")
         for row in several:

@@ -15,7 +15,8 @@ from .headers import Entry, read_header, read_index
 
 INDEX, SINGLE, CONFIG = "model.safetensors.index.json", "model.safetensors", "config.json"
 MOST_ELEMENTS = 1 << 50
-SHAPES = re.compile(r"[0-9]+(x[0-9]+)*(,[0-9]+(x[0-9]+)*)*")
+SIZE = "[0-9]{1,18}"
+SHAPES = re.compile(f"{SIZE}(x{SIZE})*(,{SIZE}(x{SIZE})*)*")
 FUNCTION = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_][\w.]*")
 DTYPES = {"F64": "fp64", "F32": "fp32", "BF16": "bf16", "F16": "fp16"}
 # Names that buffers and embeddings have in the usual libraries: a file does not say what they are.
@@ -81,7 +82,7 @@ def read_model(text: str, dtype: str | None = None) -> Model:
 def _read(text: str, dtype: str | None) -> Model:
     path = Path(text)
     try:
-        found = path.exists()
+        found = bool(text) and path.exists()
     except OSError:  # a name that is too long, for instance
         found = False
     if found:
