@@ -152,7 +152,7 @@ def estimate(
 
     size = None if gpu is None else estimates.size_of(gpu)
     estimates.choose(optimizer, bf16=True)  # a misspelt name is said before a model is built
-    found = read_model(model, dtype.value if dtype else None)
+    found = read_model(model, dtype.value if dtype else None, build=measure is not None)
     bf16 = any(weight.dtype == "bf16" for weight in found.weights)
     if embeddings_in_32_bits and not any(weight.embedding for weight in found.weights):
         raise Refused(f"--embeddings-32: no embedding is known in {model}")

@@ -17,7 +17,7 @@ from rich.table import Table
 from .errors import Refused
 from .footprint import Footprint, Layout, footprint
 from .models import Model
-from .optimizers import layouts
+from .optimizers import ROLES, layouts
 
 CARDS = (16, 24, 48, 80)  # GB of 10^9 bytes, which no card of that name has less than
 FIRST = 10  # rows that `--gpu` prints
@@ -238,4 +238,7 @@ def legend(model: Model, rows: Sequence[Row], shards: int) -> list[str]:
     ]
     if any(row.layout.documented for row in rows):
         lines.append("*: by its documented layout, not measured.")
+    others = sorted(ROLES.keys() - {row.layout.family for row in rows})
+    if others:
+        lines.append(f"--optimizer, which takes names or all, has also {', '.join(others)}.")
     return lines

@@ -3,6 +3,7 @@
 import importlib.metadata
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -148,3 +149,34 @@ def test_the_data_of_compare_can_be_learned():
     assert x.shape == (comparison.BATCH, 2)
     assert int(y.max()) < comparison.SYMBOLS
     assert entropy < 0.6 * torch.tensor(float(comparison.SYMBOLS)).log()
+
+
+PAGE = (ROOT / "docs" / "command_line.md").read_text(encoding="utf-8")
+
+
+def test_the_page_has_what_the_command_prints():
+    (block,) = re.findall(r"^```console\n\$ lowbit-optim (.*?)\n(.*?)^```$", PAGE, re.S | re.M)
+    arguments, shown = block
+    lines = [line.rstrip() for line in run(*arguments.split()).stdout.splitlines()]
+    assert shown.splitlines() == lines[: len(shown.splitlines())]
+
+
+def test_the_page_runs(capsys):
+    (block,) = re.findall(r"^```python\n(.*?)^```$", PAGE, re.S | re.M)
+    exec(compile(block, "command_line.md", "exec"), {})
+    state, residual, total = map(int, capsys.readouterr().out.split())
+    rows = json.loads(run("estimate", "4096x4096,4096", "--dtype", "bf16", "--json").stdout)["rows"]
+    (row,) = [r for r in rows if (r["format"], r["master_weight_bits"]) == ("dynamic8", 24)]
+    assert (state, residual, total) == (row["state"], row["residual"], row["sum"])
+
+
+def test_the_page_names_every_option():
+    for command in COMMANDS:
+        said = run(command, "--help").stdout
+        assert f"lowbit-optim {command}" in PAGE
+        if command == "estimate":
+            assert all(
+                option in PAGE
+                for option in re.findall(r"--[a-z][-a-z0-9]+", said)
+                if option != "--help"
+            )

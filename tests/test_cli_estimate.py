@@ -12,7 +12,7 @@ pytest.importorskip("typer")
 pytest.importorskip("rich")
 from typer import testing
 
-from lowbit_optim_cli import estimate, headers, models, optimizers
+from lowbit_optim_cli import estimate, headers, meta, models, optimizers
 from lowbit_optim_cli.app import app
 from lowbit_optim_cli.errors import Refused
 from lowbit_optim_cli.footprint import Weight, footprint
@@ -279,11 +279,12 @@ def test_a_function_builds_a_model_on_the_meta_device(module):
         ("def build(): return nn.Linear(2, 2, dtype=torch.complex64)", "torch.complex64"),
         (
             "def build(): return nn.ModuleList(nn.Linear(1, 1) for _ in range(10**9))",
-            "more than 200,000 parameters",
+            "more than 1,000 parameters",
         ),
     ],
 )
-def test_functions_that_build_no_model_are_refused(module, text, said):
+def test_functions_that_build_no_model_are_refused(module, text, said, monkeypatch):
+    monkeypatch.setattr(meta, "MOST_PARAMETERS", 1000)
     assert said in refused("estimate", f"{module(text)}:build")
 
 
@@ -308,6 +309,7 @@ def test_a_fake_step_counts_activations(module):
         ("", "is not JSON"), ("[]", "has no 'model_type'"), ("{}", "has no 'model_type'"),
         ('{"model_type": 3}', "has no 'model_type'"), ("[" * 100_000, "is not JSON"),
         ('{"model_type": "gpt2", "n_layer": 1000000000}', "n_layer=1000000000; at most 10,000"),
+        ('{"model_type": "gpt2", "dtype": ["x"], "n_head": {"x_layers": 20000}}', "x_layers=20000"),
         ('{"model_type": "gpt2", "num_labels": 1000000000}', "at most 10,000"),
         (f'{{"model_type": "gpt2", "n_embd": 1e400, "vocab_size": {2**50}}}', "at most 2^40"),
     ],
