@@ -48,7 +48,8 @@ test-all: $(DEV)  ## run all tests
 	$(PY) -m pytest --numprocesses $(JOBS) $(ARGS)
 
 peers: $(PEERS)  ## compare with the optimizers, names and checkpoints of other libraries
-	$(PY) -m pytest tests/test_peers.py tests/test_peers_checkpoints.py tests/test_bitsandbytes_names.py $(ARGS)
+	$(PY) -m pytest tests/test_peers.py tests/test_peers_checkpoints.py tests/test_bitsandbytes_names.py \
+	  tests/test_cli_peers.py $(ARGS)
 
 frameworks: $(FRAMEWORKS)  ## run the training loops of transformers, accelerate, Lightning, peft and timm
 	$(PY) -m pytest tests/frameworks $(ARGS)
@@ -73,8 +74,8 @@ wheel: $(DEV)  ## build the wheel into dist/ and import it from another director
 	$(PY) -m pip --quiet install --no-index --no-deps --target $(VENV)/wheel dist/*.whl
 	rm -rf build
 	$(PY) -c 'import os; os.chdir("$(VENV)/wheel"); \
-	import lowbit_optim, lowbit_optim_kernels; \
-	[print(m.__file__) for m in (lowbit_optim, lowbit_optim_kernels)]'
+	import lowbit_optim, lowbit_optim_cli, lowbit_optim_kernels; \
+	[print(m.__file__) for m in (lowbit_optim, lowbit_optim_cli, lowbit_optim_kernels)]'
 
 bench: $(DEV)  ## measure speed and memory
 	$(PY) -m benchmarks.speed.cpu $(ARGS)

@@ -1,4 +1,4 @@
-"""Bytes of weights, gradients and state: the arithmetic, the tensors, the page and the programs."""
+"""Bytes of weights, gradients and state: the page and the programs."""
 
 import json
 from pathlib import Path
@@ -7,36 +7,11 @@ import pytest
 import torch
 
 import lowbit_optim
-from benchmarks.common import arithmetic, measure
 from benchmarks.speed import memory_worker
 from benchmarks.static import footprint
-from lowbit_optim_kernels import formats, weights
-from lowbit_optim_kernels.formats import layout
 from test_benchmarks import run
 
 ROOT = Path(__file__).resolve().parent.parent
-SHAPES = [(300, 64), (64, 63), (5000,), (70, 100), (9, 700), (3, 5), (4096,), (4095,), ()]
-
-
-@pytest.mark.parametrize("bits", [None, 16, 24, 32])
-@pytest.mark.parametrize("name", memory_worker.OPTIMIZERS)
-def test_state_has_the_bytes_of_the_arithmetic(name, bits):
-    format = memory_worker.OPTIMIZERS[name][0]
-    for shape in SHAPES:
-        p = torch.nn.Parameter(torch.ones(shape, dtype=torch.bfloat16))
-        p.grad = torch.ones_like(p)
-        optimizer = memory_worker.build(name, [p], bits)
-        optimizer.step()
-        assert measure.state_bytes(optimizer) == arithmetic.state_bytes(shape, format, bits)
-
-
-def test_the_arithmetic_has_the_constants_of_the_package():
-    assert arithmetic.ROW_LAYOUT_MIN == layout.ROW_LAYOUT_MIN
-    for bits, kept in weights.OF_BITS.items():
-        size = 0 if kept.residual is None else kept.residual.itemsize
-        assert arithmetic.RESIDUAL_BYTES[bits] == size
-    for name, kept in arithmetic.STORAGE.items():
-        assert kept.block == (1 if name == "float32" else formats.FORMATS[name].block)
 
 
 @pytest.mark.parametrize("name", memory_worker.OPTIMIZERS)
@@ -51,11 +26,6 @@ def test_a_released_step_keeps_no_gradient(name):
     handle.remove()
     found = memory_worker.run(name, 24, True, 1 << 26, width=64, layers=1)
     assert found["state"] == found["state_counted"]
-
-
-@pytest.mark.parametrize(("bucket_bytes", "largest"), [(0, 5), (4, 6), (7, 11), (100, 15)])
-def test_the_largest_bucket(bucket_bytes, largest):
-    assert arithmetic.largest_bucket([1, 2, 3, 5, 4], bucket_bytes) == largest
 
 
 def test_the_page_has_the_tables():

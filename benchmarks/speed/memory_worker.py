@@ -11,8 +11,10 @@ import torch
 from torch import nn
 
 import lowbit_optim
-from benchmarks.common import arithmetic, measure, models
+from benchmarks.common import measure, models
 from benchmarks.common.worker import emit
+from lowbit_optim_cli import optimizers
+from lowbit_optim_cli.footprint import Weight, footprint, largest_bucket
 
 CONTEXT = 4  # few positions, so that activations are small beside weights
 CPU = torch.device("cpu")
@@ -73,10 +75,11 @@ def run(
     peak = measure.peak_bytes(CPU)
     params = list(model.parameters())
     sizes = [p.nbytes for p in params]
-    arriving = arithmetic.largest_bucket(reversed(sizes), bucket_bytes)
+    arriving = largest_bucket(reversed(sizes), bucket_bytes)
     gradients = arriving if released else sum(sizes)
-    format = OPTIMIZERS[name][0]
-    state = sum(arithmetic.state_bytes(p.shape, format, bits) for p in params)
+    layout = optimizers.own("AdamW", OPTIMIZERS[name][0], bits)
+    kept = footprint(layout, [Weight("", tuple(p.shape), "bf16") for p in params])
+    state = kept.state + kept.residual
     return {
         "params": sum(p.numel() for p in params),
         "weights": sum(sizes),
