@@ -152,7 +152,7 @@ def _parameter(saved: Mapping[str, Any], moments: tuple[Moment, ...]) -> nn.Para
     flat = {**saved, **(saved.get("__bnb_optimizer_quant_state__") or {})}
     if isinstance(flat.get("state1"), Tensor):
         shape = tuple(flat["state1"].shape)
-        if sum(moment.role == "ratio" for moment in moments) == 2:  # AdEMAMix stacks its averages
+        if sum(moment.signed for moment in moments) == 2:  # AdEMAMix stacks its averages
             shape = shape[1:]
     else:
         keys = [

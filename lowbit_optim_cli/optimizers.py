@@ -26,7 +26,7 @@ ROLES: dict[str, tuple[str, ...]] = {
     "LANS": ("ratio", "square"),
     "Eve": ("ratio", "square"),
     "ADOPT": ("signed", "square"),
-    "AdEMAMix": ("ratio", "ratio", "square"),
+    "AdEMAMix": ("ratio", "signed", "square"),
     "ScheduleFreeAdamW": ("square", "exact"),
     "SGD": ("signed",),
     "LARS": ("signed",),
