@@ -59,6 +59,7 @@ def comparison(tmp_path_factory):
     return result.output, out
 
 
+@pytest.mark.slow
 def test_compare_writes_every_figure(comparison):
     _, out = comparison
     written = json.loads((out / "compare.json").read_text())
@@ -79,6 +80,7 @@ def test_compare_writes_every_figure(comparison):
         assert row["peak_mib"] is None or row["peak_mib"] > 50
 
 
+@pytest.mark.slow
 def test_compare_counts_state_bytes(comparison):
     rows = json.loads((comparison[1] / "compare.json").read_text())["tasks"]["digits"]["optimizers"]
     for name in ("torch.optim.AdamW", "AdamW32bit"):
@@ -86,6 +88,7 @@ def test_compare_counts_state_bytes(comparison):
     assert 2 < rows["AdamW8bit"]["bytes_per_param"] < 2.5
 
 
+@pytest.mark.slow
 def test_compare_starts_from_the_same_weights_and_batches(comparison):
     rows = json.loads((comparison[1] / "compare.json").read_text())["tasks"]["digits"]["optimizers"]
     first = [[losses[0] for losses in row["losses"]] for row in rows.values()]
@@ -93,6 +96,7 @@ def test_compare_starts_from_the_same_weights_and_batches(comparison):
     assert first[0][0] != first[0][1]
 
 
+@pytest.mark.slow
 def test_compare_prints_table_verdict_and_places(comparison):
     text, out = comparison
     assert "AdamW8bit against AdamW32bit: within one standard deviation: " in text
@@ -101,6 +105,7 @@ def test_compare_prints_table_verdict_and_places(comparison):
     assert (out / "compare.png").read_bytes()[:4] == b"\x89PNG"
 
 
+@pytest.mark.slow
 def test_results_name_no_host_path(comparison):
     text = (comparison[1] / "compare.json").read_text()
     assert str(comparison[1]) not in text
@@ -304,6 +309,7 @@ def test_json_lists_stay_on_a_line(tmp_path):
         report.write_json(tmp_path / "b.json", {"x": math.nan})
 
 
+@pytest.mark.slow
 def test_equivalence_writes_its_record_and_fails_outside_the_margin(tmp_path):
     pytest.importorskip("sklearn")
     pytest.importorskip("matplotlib")

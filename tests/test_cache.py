@@ -128,6 +128,7 @@ print(json.dumps([fresh, results]))
         assert again == texts, name
 
 
+@pytest.mark.slow
 @FORK
 def test_a_file_that_is_no_plain_file_of_this_user_is_not_read(tmp_path):
     """A link, a FIFO (opening one waits for a writer) and a file that others can write."""
@@ -206,6 +207,7 @@ print(json.dumps([in_a_fork(two, n, {VARIABLE}=folder + str(n)) for n in (None, 
         assert any(folder.iterdir()) == bool(limit)
 
 
+@pytest.mark.slow
 @FORK
 def test_a_folder_that_vanishes(tmp_path):
     """Between two optimizers' first steps; a third one is not warned of it again."""

@@ -188,6 +188,7 @@ def test_what_belongs_to_somebody_else_is_not_used(tmp_path, monkeypatch, kind):
         private_folder.private_folder(asked)
 
 
+@pytest.mark.slow
 @FORK
 @MODES
 def test_planted_code_does_not_run(tmp_path):
@@ -227,6 +228,7 @@ print(json.dumps(results))
     assert str(home / ".cache" / "lowbit_optim") in warning
 
 
+@pytest.mark.slow
 @AS_ROOT
 def test_users_of_a_container():
     """Root with another user's home; a user without a name or a home, whose cache root has made."""
@@ -285,6 +287,7 @@ assert float(optimizer.state[p]["step"]) == 1.0
     assert "file/below is not used" in message
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["numba", "triton"])
 def test_without_any_folder(name, tmp_path):
     """Both compilers work from the text in memory, which tracebacks and inspect show too."""

@@ -60,6 +60,7 @@ print("same")
     assert run(script) == "same"
 
 
+@pytest.mark.slow
 def test_threads_take_their_first_step_at_once(tmp_path):
     """Both compile, or find what the other has compiled, in an empty cache folder."""
     script = """
@@ -80,6 +81,7 @@ print("same")
     assert run(script, LOWBIT_OPTIM_CACHE_DIR=str(tmp_path)) == "same"
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
 @pytest.mark.parametrize("name", ["numba", "torch"])
 def test_a_forked_child_steps_after_its_parent(name):
@@ -110,6 +112,7 @@ print("same")
     assert run(script) == "same"
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
 def test_forks_while_another_thread_steps():
     """A lock that the other thread holds at the fork must not stay locked in the child."""

@@ -145,6 +145,7 @@ def test_a_numba_that_does_not_compile_is_a_reason():
     assert "use_engine asks for the engine 'numba', but NUMBA_DISABLE_JIT is set" in refusal
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("engine", "package", "error"),
     [
