@@ -14,8 +14,11 @@ import torch
 pytest.importorskip("typer")
 pytest.importorskip("rich")
 
+from typer import testing
+
 import lowbit_optim_cli
 from lowbit_optim_cli import comparison
+from lowbit_optim_cli.app import app
 from test_cli_estimate import refused, run
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -98,6 +101,19 @@ def test_usage_errors_are_one_sentence():
     assert "Missing argument" in refused("estimate")
     assert "--shards" in refused("estimate", "4x4", "--shards", "many")
     assert "there is no file or folder" in refused("inspect", "nowhere.pt")
+
+
+def test_the_shell_completes_commands_and_optimizers():
+    def completed(words):
+        env = {
+            "_LOWBIT_OPTIM_COMPLETE": "complete_bash", "COMP_WORDS": words, "COMP_CWORD": "3",
+        }  # fmt: skip
+        said = testing.CliRunner().invoke(app, [], prog_name="lowbit-optim", env=env).output
+        return said.split()
+
+    assert completed("lowbit-optim estimate --optimizer Ad") == [
+        "Adam", "AdamW", "AdEMAMix", "Adagrad",
+    ]  # fmt: skip
 
 
 def test_doctor_names_the_engine_of_each_dtype():

@@ -196,18 +196,28 @@ def test_headers_that_lie_are_refused(tmp_path):
         ({"data_offsets": None}, "the place None"),
     ):
         assert said in refused("estimate", safetensors(path, tensor, **entry))
+    twice = {"a": ("F32", [4, 4]), "b": ("F32", [4, 4])}
+    path = safetensors(path, twice, cut=64, data_offsets=[0, 64])
+    assert "has tensors that overlap" in refused("estimate", path)
     assert "where 64 bytes of the 63" in refused("estimate", safetensors(path, tensor, cut=1))
     assert "has no parameters to train" in refused("estimate", safetensors(path, {}))
     assert "in F8_E4M3" in refused("estimate", safetensors(path, {"a": ("F8_E4M3", [4])}))
     assert estimated(path, "--dtype", "bf16")["parameters"] == 4
 
 
-def test_a_huge_header_is_not_read(tmp_path):
+def test_a_huge_header_takes_no_memory(tmp_path):
+    resource = pytest.importorskip("resource")
     path = tmp_path / "model.safetensors"
     with path.open("wb") as file:
-        file.write(struct.pack("<Q", 1 << 30))
-        file.truncate(1 << 31)  # without blocks on disk
-    assert "a header of 1,073,741,824 bytes; at most" in refused("estimate", path)
+        file.write(struct.pack("<Q", 1 << 33))
+        file.truncate(1 << 34)  # without blocks on disk
+    done = subprocess.run(
+        [sys.executable, "-m", "lowbit_optim_cli", "estimate", path],
+        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_AS, (1 << 29, 1 << 29)),
+        capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert done.returncode == 2
+    assert "a header of 8,589,934,592 bytes; at most" in done.stderr
 
 
 @pytest.mark.parametrize(
