@@ -104,6 +104,8 @@ def test_what_fits_a_gpu_is_printed_cheapest_first():
     assert 0 < len(found) <= estimate.FIRST
     said = refused("estimate", "1000x1000000", "--gpu", "1GB")
     assert "nothing fits 1GB" in said
+    eager = refused("estimate", "4x4", "--gpu", "1GB", "--shards", "2", "-o", "Cain")
+    assert "does not step shards" in eager
 
 
 @pytest.mark.parametrize(
