@@ -14,6 +14,7 @@ pytest.importorskip("typer")
 pytest.importorskip("rich")
 from typer import testing
 
+from footprint_models import MODELS
 from lowbit_optim_cli import estimate, headers, meta, models, optimizers
 from lowbit_optim_cli.app import app
 from lowbit_optim_cli.errors import Refused
@@ -336,6 +337,30 @@ def test_configurations_that_are_not_sound_are_refused(tmp_path, text, said):
     path = tmp_path / "config.json"
     path.write_text(text)
     assert said in refused("estimate", path)
+
+
+def test_a_configuration_without_transformers_says_what_to_install(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    path = tmp_path / "config.json"
+    path.write_text('{"model_type": "bert"}')
+    said = refused("estimate", path)
+    assert "a 'bert', needs transformers" in said
+    assert "pip install 'lowbit_optim[hf]'" in said
+
+
+def test_common_decoders_need_no_transformers(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    path = tmp_path / "config.json"
+    config = {
+        "model_type": "gpt2", "architectures": ["GPT2LMHeadModel"], "n_embd": 768, "n_layer": 12,
+        "n_positions": 1024, "vocab_size": 50257,
+    }  # fmt: skip
+    path.write_text(json.dumps(config))
+    model = models.read_model(str(path))
+    assert sorted(w.shape for w in model.weights) == sorted(map(tuple, MODELS["GPT-2 small"]))
+    assert [w.name for w in model.weights if w.embedding] == [
+        "transformer.wte.weight", "transformer.wpe.weight",
+    ]  # fmt: skip
 
 
 def test_the_command_runs_without_importing_torch(tmp_path):
