@@ -7,7 +7,7 @@ import itertools
 import json
 import re
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 from rich import box
@@ -73,26 +73,27 @@ class Row:
 
 
 def _numbers(found: Footprint) -> dict[str, int | None]:
-    sums = {"sum": found.sum, "sum_released": found.sum_released}
     return {
-        ("gradients_released" if k == "released" else k): v for k, v in asdict(found).items()
-    } | sums
+        "weights": found.weights,
+        "gradients": found.gradients,
+        "gradients_released": found.released,
+        "state": found.state,
+        "residual": found.residual,
+        "sum": found.sum,
+        "sum_released": found.sum_released,
+    }
 
 
 def rows_of(
     model: Model, chosen: Sequence[Layout], shards: int, embeddings_in_32_bits: bool
 ) -> list[Row]:
     """The rows of a model, in the order of the layouts."""
-
-    def one(layout: Layout, ranks: int) -> Footprint | None:
-        if ranks > 1 and not layout.shards:
-            return None
-        return footprint(layout, model.weights, ranks, embeddings_in_32_bits)
-
     rows = []
     for layout in chosen:
-        whole = footprint(layout, model.weights, 1, embeddings_in_32_bits)
-        rows.append(Row(layout, whole, whole if shards == 1 else one(layout, shards)))
+        rank = whole = footprint(layout, model.weights, 1, embeddings_in_32_bits)
+        if shards > 1 and layout.shards:
+            rank = footprint(layout, model.weights, shards, embeddings_in_32_bits)
+        rows.append(Row(layout, whole, rank if shards == 1 or layout.shards else None))
     return rows
 
 
@@ -146,6 +147,8 @@ def fitting(rows: Sequence[Row], size: float, text: str) -> list[Row]:
     fit = sorted((row for row in rows if row.fits(size)), key=lambda row: row.least)
     if not fit:
         least = min(rows, key=lambda row: row.least)
+        if least.rank is None:
+            raise Refused(f"{least.layout.name} does not step shards; leave --shards out")
         raise Refused(
             f"nothing fits {text}: the least is {least.layout.library} {least.layout.name} with "
             f"{least.least / 1e9:.2f} GB; --shards deals it out to several GPUs"

@@ -46,7 +46,8 @@ def of_config(path: Path, config: dict[str, Any], dtype: str) -> Model:
         import transformers
     except ImportError as error:
         raise Refused(
-            f"a config.json needs transformers ({sentence(error)}): pip install 'lowbit_optim[hf]'"
+            f"{path}, a {config['model_type']!r}, needs transformers ({sentence(error)}): "
+            "pip install 'lowbit_optim[hf]'"
         ) from None
     transformers.logging.set_verbosity_error()
     if config["model_type"] not in transformers.CONFIG_MAPPING:

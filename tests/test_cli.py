@@ -2,7 +2,6 @@
 
 import importlib.metadata
 import json
-import os
 import re
 import subprocess
 import sys
@@ -14,20 +13,21 @@ import torch
 pytest.importorskip("typer")
 pytest.importorskip("rich")
 
+from typer import testing
+
 import lowbit_optim_cli
 from lowbit_optim_cli import comparison
-from test_cli_estimate import refused, run
+from lowbit_optim_cli.app import app
+from test_cli_estimate import ENV, ROOT, refused, run
 
-ROOT = Path(__file__).resolve().parent.parent
 COMMANDS = ("estimate", "inspect", "convert", "doctor", "compare")
 
 
 def python(script):
     """What a fresh interpreter says of a script, run outside of the checkout."""
-    path = os.pathsep.join(map(str, (ROOT, ROOT / "kernels")))
     return subprocess.run(
-        [sys.executable, "-c", script], env={**os.environ, "PYTHONPATH": path}, cwd=ROOT.anchor,
-        capture_output=True, text=True, check=False,
+        [sys.executable, "-c", script], env=ENV, cwd=ROOT.anchor, capture_output=True, text=True,
+        check=False,
     )  # fmt: skip
 
 
@@ -79,11 +79,10 @@ def test_the_entry_point_runs():
     beside = Path(sys.executable).with_name("lowbit-optim")
     if scripts and beside.exists():
         command = [str(beside)]
-    path = os.pathsep.join(map(str, (ROOT, ROOT / "kernels")))
     for arguments, code in ((["estimate", "64x64", "--json"], 0), (["estimate", "64xx"], 2)):
         done = subprocess.run(
-            [*command, *arguments], env={**os.environ, "PYTHONPATH": path}, cwd=ROOT.anchor,
-            capture_output=True, text=True, check=False,
+            [*command, *arguments], env=ENV, cwd=ROOT.anchor, capture_output=True, text=True,
+            check=False,
         )  # fmt: skip
         assert done.returncode == code
         assert "Traceback" not in done.stderr
@@ -98,6 +97,19 @@ def test_usage_errors_are_one_sentence():
     assert "Missing argument" in refused("estimate")
     assert "--shards" in refused("estimate", "4x4", "--shards", "many")
     assert "there is no file or folder" in refused("inspect", "nowhere.pt")
+
+
+def test_the_shell_completes_commands_and_optimizers():
+    def completed(words):
+        env = {
+            "_LOWBIT_OPTIM_COMPLETE": "complete_bash", "COMP_WORDS": words, "COMP_CWORD": "3",
+        }  # fmt: skip
+        said = testing.CliRunner().invoke(app, [], prog_name="lowbit-optim", env=env).output
+        return said.split()
+
+    assert completed("lowbit-optim estimate --optimizer Ad") == [
+        "Adam", "AdamW", "AdEMAMix", "Adagrad",
+    ]  # fmt: skip
 
 
 def test_doctor_names_the_engine_of_each_dtype():

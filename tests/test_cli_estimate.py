@@ -1,10 +1,12 @@
 """`lowbit-optim estimate` as a user calls it: models, rows, sums, and what it does not take."""
 
 import json
+import os
 import struct
 import subprocess
 import sys
 import textwrap
+from pathlib import Path
 
 import pytest
 
@@ -12,10 +14,15 @@ pytest.importorskip("typer")
 pytest.importorskip("rich")
 from typer import testing
 
+from footprint_models import MODELS
 from lowbit_optim_cli import estimate, headers, meta, models, optimizers
 from lowbit_optim_cli.app import app
 from lowbit_optim_cli.errors import Refused
 from lowbit_optim_cli.footprint import Weight, footprint
+
+ROOT = Path(__file__).resolve().parent.parent
+# Of processes that find the packages as this one does.
+ENV = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, (ROOT, ROOT / "kernels")))}
 
 
 def run(*arguments):
@@ -104,6 +111,8 @@ def test_what_fits_a_gpu_is_printed_cheapest_first():
     assert 0 < len(found) <= estimate.FIRST
     said = refused("estimate", "1000x1000000", "--gpu", "1GB")
     assert "nothing fits 1GB" in said
+    eager = refused("estimate", "4x4", "--gpu", "1GB", "--shards", "2", "-o", "Cain")
+    assert "does not step shards" in eager
 
 
 @pytest.mark.parametrize(
@@ -196,18 +205,28 @@ def test_headers_that_lie_are_refused(tmp_path):
         ({"data_offsets": None}, "the place None"),
     ):
         assert said in refused("estimate", safetensors(path, tensor, **entry))
+    twice = {"a": ("F32", [4, 4]), "b": ("F32", [4, 4])}
+    path = safetensors(path, twice, cut=64, data_offsets=[0, 64])
+    assert "has tensors that overlap" in refused("estimate", path)
     assert "where 64 bytes of the 63" in refused("estimate", safetensors(path, tensor, cut=1))
     assert "has no parameters to train" in refused("estimate", safetensors(path, {}))
     assert "in F8_E4M3" in refused("estimate", safetensors(path, {"a": ("F8_E4M3", [4])}))
     assert estimated(path, "--dtype", "bf16")["parameters"] == 4
 
 
-def test_a_huge_header_is_not_read(tmp_path):
+def test_a_huge_header_takes_no_memory(tmp_path):
+    resource = pytest.importorskip("resource")
     path = tmp_path / "model.safetensors"
     with path.open("wb") as file:
-        file.write(struct.pack("<Q", 1 << 30))
-        file.truncate(1 << 31)  # without blocks on disk
-    assert "a header of 1,073,741,824 bytes; at most" in refused("estimate", path)
+        file.write(struct.pack("<Q", 1 << 33))
+        file.truncate(1 << 34)  # without blocks on disk
+    done = subprocess.run(
+        [sys.executable, "-m", "lowbit_optim_cli", "estimate", path], env=ENV,
+        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_AS, (1 << 29, 1 << 29)),
+        capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert done.returncode == 2
+    assert "a header of 8,589,934,592 bytes; at most" in done.stderr
 
 
 @pytest.mark.parametrize(
@@ -308,9 +327,9 @@ def test_a_fake_step_counts_activations(module):
     [
         ("", "is not JSON"), ("[]", "has no 'model_type'"), ("{}", "has no 'model_type'"),
         ('{"model_type": 3}', "has no 'model_type'"), ("[" * 100_000, "is not JSON"),
-        ('{"model_type": "gpt2", "n_layer": 1000000000}', "n_layer=1000000000; at most 10,000"),
-        ('{"model_type": "gpt2", "dtype": ["x"], "n_head": {"x_layers": 20000}}', "x_layers=20000"),
-        ('{"model_type": "gpt2", "num_labels": 1000000000}', "at most 10,000"),
+        ('{"model_type": "gpt2", "n_layer": 1000000000}', "n_layer=1000000000; at most 100,000"),
+        ('{"model_type": "gpt2", "dtype": [3], "n_head": {"x_layers": 200000}}', "x_layers=200000"),
+        ('{"model_type": "gpt2", "num_labels": 1000000000}', "at most 100,000"),
         (f'{{"model_type": "gpt2", "n_embd": 1e400, "vocab_size": {2**50}}}', "at most 2^40"),
     ],
 )  # fmt: skip
@@ -318,6 +337,30 @@ def test_configurations_that_are_not_sound_are_refused(tmp_path, text, said):
     path = tmp_path / "config.json"
     path.write_text(text)
     assert said in refused("estimate", path)
+
+
+def test_a_configuration_without_transformers_says_what_to_install(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    path = tmp_path / "config.json"
+    path.write_text('{"model_type": "bert"}')
+    said = refused("estimate", path)
+    assert "a 'bert', needs transformers" in said
+    assert "pip install 'lowbit_optim[hf]'" in said
+
+
+def test_common_decoders_need_no_transformers(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    path = tmp_path / "config.json"
+    config = {
+        "model_type": "gpt2", "architectures": ["GPT2LMHeadModel"], "n_embd": 768, "n_layer": 12,
+        "n_positions": 1024, "vocab_size": 50257,
+    }  # fmt: skip
+    path.write_text(json.dumps(config))
+    model = models.read_model(str(path))
+    assert sorted(w.shape for w in model.weights) == sorted(map(tuple, MODELS["GPT-2 small"]))
+    assert [w.name for w in model.weights if w.embedding] == [
+        "transformer.wte.weight", "transformer.wpe.weight",
+    ]  # fmt: skip
 
 
 def test_the_command_runs_without_importing_torch(tmp_path):
@@ -332,7 +375,7 @@ except SystemExit as end:
 assert "torch" not in sys.modules
 """
     done = subprocess.run(
-        [sys.executable, "-c", script], capture_output=True, text=True, check=False
+        [sys.executable, "-c", script], env=ENV, capture_output=True, text=True, check=False
     )
     assert done.returncode == 0, done.stderr
     assert "AdamW8bit" in done.stdout
