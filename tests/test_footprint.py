@@ -7,8 +7,8 @@ import pytest
 import torch
 
 import lowbit_optim
-from benchmarks.common import arithmetic, measure
-from benchmarks.speed import memory_worker
+from benchmarks.common import arithmetic, measure, registry
+from benchmarks.footprint import estimate, networks, worker
 from benchmarks.static import footprint
 from lowbit_optim_kernels import formats, weights
 from lowbit_optim_kernels.formats import layout
@@ -18,16 +18,26 @@ ROOT = Path(__file__).resolve().parent.parent
 SHAPES = [(300, 64), (64, 63), (5000,), (70, 100), (9, 700), (3, 5), (4096,), (4095,), ()]
 
 
+CPU = torch.device("cpu")
+
+
+def case(name, **options):
+    """What is weighed of the smallest GPT-2 with bf16 weights."""
+    given = {"dtype": "bfloat16", "bits": None, "released": False, "steps": 2, **options}
+    return worker.Case("gpt2", "tiny", name, bucket_bytes=0, **given)
+
+
 @pytest.mark.parametrize("bits", [None, 16, 24, 32])
-@pytest.mark.parametrize("name", memory_worker.OPTIMIZERS)
+@pytest.mark.parametrize("name", ["AdamW8bit", "AdamW8bit-ratio8", "AdamW4bit", "AdamW32bit"])
 def test_state_has_the_bytes_of_the_arithmetic(name, bits):
-    format = memory_worker.OPTIMIZERS[name][0]
+    source = case(name, bits=bits).source()
     for shape in SHAPES:
         p = torch.nn.Parameter(torch.ones(shape, dtype=torch.bfloat16))
         p.grad = torch.ones_like(p)
-        optimizer = memory_worker.build(name, [p], bits)
-        optimizer.step()
-        assert measure.state_bytes(optimizer) == arithmetic.state_bytes(shape, format, bits)
+        optimizer = source([p], 0.1)
+        with lowbit_optim.use_engine("torch"):  # which has nothing to compile
+            optimizer.step()
+        assert measure.state_bytes(optimizer) == estimate.state_bytes(source, [p], bits)
 
 
 def test_the_arithmetic_has_the_constants_of_the_package():
@@ -39,18 +49,42 @@ def test_the_arithmetic_has_the_constants_of_the_package():
         assert kept.block == (1 if name == "float32" else formats.FORMATS[name].block)
 
 
-@pytest.mark.parametrize("name", memory_worker.OPTIMIZERS)
-def test_a_released_step_keeps_no_gradient(name):
-    model = memory_worker.bf16_gpt(width=64, layers=1)
-    optimizer = memory_worker.build(name, model.parameters(), 24)
-    handle = lowbit_optim.release_gradients(optimizer, model, bucket_bytes=0)
-    tokens = torch.arange(memory_worker.CONTEXT)[None]
-    model(tokens).float().sum().backward()
-    assert all(p.grad is None for p in model.parameters())
-    assert len(optimizer.state) == len(list(model.parameters()))
-    handle.remove()
-    found = memory_worker.run(name, 24, True, 1 << 26, width=64, layers=1)
-    assert found["state"] == found["state_counted"]
+def test_what_a_training_keeps():
+    whole = worker.train(case("AdamW8bit", bits=24), CPU, 2)
+    assert whole["weights"] == whole["gradients"] == 2 * whole["params"] == 2 * 67_520
+    assert whole["state"] == whole["estimated_state"]
+    if whole["peak"] is not None:
+        assert whole["peak"] >= whole["first_peak"] > 0
+        assert whole["temporary"] >= 0
+    released = worker.train(case("AdamW8bit", bits=24, released=True), CPU, 2)
+    assert released["gradients"] == 2 * 64 * 256  # of the largest tensor
+    assert released["temporary"] is None
+    assert released["loss"] == whole["loss"]
+
+
+@pytest.mark.parametrize(("name", "count"), [("gpt2", 124_439_808), ("resnet50", 25_557_032)])
+def test_networks_have_the_parameters_of_the_published_ones(name, count):
+    model = networks.NETWORKS[name]["full"].build(torch.bfloat16, torch.device("meta"))
+    assert sum(p.numel() for p in model.parameters()) == count
+    assert {p.dtype for p in model.parameters()} == {torch.bfloat16}
+    assert torch.get_default_dtype() == torch.float32
+
+
+def test_another_library_that_refuses_is_left_out(capsys, monkeypatch):
+    def refuse(params, lr):
+        raise NotImplementedError("needs a GPU\nof any make")
+
+    for peer, event in (("absent", "left out"), (None, None)):
+        entry = registry.Entry("Peer", refuse, peer=peer)
+        monkeypatch.setattr(registry, "weighed", lambda entry=entry: {"Peer": entry})
+        spec = {"case": vars(case("Peer")), "device": "cpu", "threads": torch.get_num_threads()}
+        if event is None:
+            with pytest.raises(NotImplementedError):
+                worker.main(spec)
+        else:
+            worker.main(spec)
+            said = json.loads(capsys.readouterr().out)
+            assert said == {"event": event, "why": "NotImplementedError: needs a GPU"}
 
 
 @pytest.mark.parametrize(("bucket_bytes", "largest"), [(0, 5), (4, 6), (7, 11), (100, 15)])
@@ -64,27 +98,47 @@ def test_the_page_has_the_tables():
         assert f"\n\n{footprint.markdown(rows())}\n\n" in page
 
 
-def test_the_pages_have_the_measured_tables():
-    for program, name in (("speed.memory", "memory"), ("quality.weights", "bf16_weights")):
-        made = pytest.importorskip(f"benchmarks.{program}")
-        result = ROOT / "benchmarks" / "results" / f"{program.partition('.')[2]}.json"
-        table = made.markdown(json.loads(result.read_text(encoding="utf-8")))
-        page = (ROOT / "docs" / f"{name}.md").read_text(encoding="utf-8")
-        assert f"\n\n{table}\n\n" in page
+@pytest.mark.parametrize("key", [("gpt2", "float32"), ("resnet50", "float32")])
+def test_the_page_of_whole_trainings_has_its_tables(key):
+    tables = pytest.importorskip("benchmarks.footprint.tables")
+    written = json.loads((ROOT / "benchmarks" / "results" / "footprint.json").read_text())
+    page = (ROOT / "docs" / "footprint.md").read_text(encoding="utf-8")
+    assert f"\n\n{tables.markdown(written, key)}\n\n" in page
 
 
-def test_memory_weighs_each_configuration(tmp_path):
-    program = pytest.importorskip("benchmarks.speed.memory")
+def test_the_page_of_bf16_weights_has_its_table():
+    made = pytest.importorskip("benchmarks.quality.weights")
+    result = ROOT / "benchmarks" / "results" / "weights.json"
+    table = made.markdown(json.loads(result.read_text(encoding="utf-8")))
+    page = (ROOT / "docs" / "bf16_weights.md").read_text(encoding="utf-8")
+    assert f"\n\n{table}\n\n" in page
+
+
+def test_footprint_weighs_a_training(tmp_path):
+    pytest.importorskip("matplotlib")
+    program = pytest.importorskip("benchmarks.footprint.__main__")
     result = run(
-        program, "--optimizer", "AdamW4bit", "--bits", 24, "--width", 64, "--layers", 1,
+        program, "--network", "gpt2", "--size", "tiny", "--optimizer", "AdamW4bit", "--steps", 2,
         "--threads", 1, "--out", tmp_path,
     )  # fmt: skip
     assert result.exit_code == 0, result.output
-    whole, released = json.loads((tmp_path / "memory.json").read_text())["rows"]
-    assert whole["gradients"] == released["gradients"] == whole["weights"] == 2 * whole["params"]
-    again = run(program, "--markdown", tmp_path / "memory.json")
-    assert again.output.count("`AdamW4bit` | 24 |") == 2
-    assert "unknown optimizer 'SGD'" in run(program, "--optimizer", "SGD").output
+    (row,) = json.loads((tmp_path / "footprint.json").read_text())["rows"]
+    assert row["weights"] == row["gradients"] == 4 * row["params"]
+    assert row["error"] < 0.05
+    assert (tmp_path / "footprint.png").read_bytes()[:4] == b"\x89PNG"
+    again = run(program, "--markdown", tmp_path / "footprint.json")
+    assert "| `AdamW4bit` | 0.3 |" in again.output
+
+
+@pytest.mark.parametrize(
+    ("flag", "value"),
+    [("--optimizer", "Sgd"), ("--network", "vit"), ("--size", "huge"), ("--dtype", "fp16")],
+)
+def test_footprint_refuses_what_it_does_not_know(flag, value):
+    program = pytest.importorskip("benchmarks.footprint.__main__")
+    result = run(program, flag, value)
+    assert result.exit_code == 2
+    assert f"unknown {flag[2:]} '{value}'; there are: " in " ".join(result.output.split())
 
 
 def test_weights_are_compared(tmp_path):

@@ -169,9 +169,9 @@ def test_wheel(tmp_path):
 
 # A program starts its workers itself.
 PROGRAMS = [
-    name_of(path).removesuffix(".py").replace(os.sep, ".")
+    name_of(path).removesuffix(".py").replace(os.sep, ".").removesuffix(".__main__")
     for path in (ROOT / "benchmarks").rglob("*.py")
-    if "__main__" in path.read_text(encoding="utf-8") and not path.stem.endswith("_worker")
+    if "__main__" in path.read_text(encoding="utf-8") and not path.stem.endswith("worker")
 ]
 
 
