@@ -51,7 +51,8 @@ test-all: $(DEV)  ## run all tests
 	$(PY) -m pytest --numprocesses $(JOBS) $(ARGS)
 
 peers: $(PEERS)  ## compare with the optimizers, names and checkpoints of other libraries
-	$(PY) -m pytest tests/test_peers.py tests/test_peers_checkpoints.py tests/test_bitsandbytes_names.py $(ARGS)
+	$(PY) -m pytest tests/test_peers.py tests/test_peers_checkpoints.py tests/test_bitsandbytes_names.py \
+	  tests/test_cli_peers.py $(ARGS)
 
 frameworks: $(FRAMEWORKS)  ## run the training loops of transformers, accelerate, Lightning, peft and timm
 	$(PY) -m pytest tests/frameworks $(ARGS)

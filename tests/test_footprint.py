@@ -1,4 +1,4 @@
-"""Bytes of weights, gradients and state: the arithmetic, the tensors, the page and the programs."""
+"""Bytes of weights, gradients and state: the page and the programs."""
 
 import json
 from pathlib import Path
@@ -6,16 +6,12 @@ from pathlib import Path
 import pytest
 import torch
 
-import lowbit_optim
-from benchmarks.common import arithmetic, measure, registry
+from benchmarks.common import registry
 from benchmarks.footprint import estimate, networks, worker
 from benchmarks.static import footprint
-from lowbit_optim_kernels import formats, weights
-from lowbit_optim_kernels.formats import layout
 from test_benchmarks import run
 
 ROOT = Path(__file__).resolve().parent.parent
-SHAPES = [(300, 64), (64, 63), (5000,), (70, 100), (9, 700), (3, 5), (4096,), (4095,), ()]
 
 
 CPU = torch.device("cpu")
@@ -27,26 +23,28 @@ def case(name, **options):
     return worker.Case("gpt2", "tiny", name, bucket_bytes=0, **given)
 
 
-@pytest.mark.parametrize("bits", [None, 16, 24, 32])
-@pytest.mark.parametrize("name", ["AdamW8bit", "AdamW8bit-ratio8", "AdamW4bit", "AdamW32bit"])
-def test_state_has_the_bytes_of_the_arithmetic(name, bits):
-    source = case(name, bits=bits).source()
-    for shape in SHAPES:
-        p = torch.nn.Parameter(torch.ones(shape, dtype=torch.bfloat16))
-        p.grad = torch.ones_like(p)
-        optimizer = source([p], 0.1)
-        with lowbit_optim.use_engine("torch"):  # which has nothing to compile
-            optimizer.step()
-        assert measure.state_bytes(optimizer) == estimate.state_bytes(source, [p], bits)
+@pytest.mark.parametrize(
+    ("name", "format"),
+    [
+        ("AdamW8bit", "dynamic8"),
+        ("Lion8bit-ratio8", "ratio8"),
+        ("LAMB4bit", "ratio4"),
+        ("LARS32bit-paper", "float32"),
+        ("torch.optim.AdamW-foreach", "as weights"),
+        ("torchao.AdamW4bit", "4 bits"),
+        ("bitsandbytes.AdEMAMix8bit", "dynamic8"),
+        ("flashoptim.FlashLion", "8 bits"),
+    ],
+)
+def test_each_optimizer_has_its_own_arithmetic(name, format):
+    source = case(name).source()
+    layout = estimate.layout(source, True, None)
+    assert (layout.name, layout.format) == (source.cls, format)
 
 
-def test_the_arithmetic_has_the_constants_of_the_package():
-    assert arithmetic.ROW_LAYOUT_MIN == layout.ROW_LAYOUT_MIN
-    for bits, kept in weights.OF_BITS.items():
-        size = 0 if kept.residual is None else kept.residual.itemsize
-        assert arithmetic.RESIDUAL_BYTES[bits] == size
-    for name, kept in arithmetic.STORAGE.items():
-        assert kept.block == (1 if name == "float32" else formats.FORMATS[name].block)
+def test_no_arithmetic_for_what_is_set_otherwise():
+    assert estimate.layout(case("LearnedGradient8bit").source(), False, None) is None
+    assert estimate.layout(case("optimi.AdamW").source(), False, None) is None
 
 
 def test_what_a_training_keeps():
@@ -85,11 +83,6 @@ def test_another_library_that_refuses_is_left_out(capsys, monkeypatch):
             worker.main(spec)
             said = json.loads(capsys.readouterr().out)
             assert said == {"event": event, "why": "NotImplementedError: needs a GPU"}
-
-
-@pytest.mark.parametrize(("bucket_bytes", "largest"), [(0, 5), (4, 6), (7, 11), (100, 15)])
-def test_the_largest_bucket(bucket_bytes, largest):
-    assert arithmetic.largest_bucket([1, 2, 3, 5, 4], bucket_bytes) == largest
 
 
 def test_the_page_has_the_tables():

@@ -17,11 +17,12 @@ import lowbit_optim
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGES = {
     "lowbit_optim": ROOT / "lowbit_optim",
+    "lowbit_optim_cli": ROOT / "lowbit_optim_cli",
     "lowbit_optim_kernels": ROOT / "kernels" / "lowbit_optim_kernels",
 }
 CODE = sorted(
     path
-    for folder in ("lowbit_optim", "kernels", "tests", "benchmarks", "examples")
+    for folder in ("lowbit_optim", "lowbit_optim_cli", "kernels", "tests", "benchmarks", "examples")
     for path in (ROOT / folder).rglob("*.py")
 )
 TEXT = [
@@ -144,7 +145,7 @@ def test_wheel(tmp_path):
     source.mkdir()
     for name in ("pyproject.toml", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, source)
-    for name in ("lowbit_optim", "kernels", "tests"):
+    for name in ("lowbit_optim", "lowbit_optim_cli", "kernels", "tests"):
         shutil.copytree(ROOT / name, source / name, ignore=shutil.ignore_patterns("__pycache__"))
     offline = ["--no-index", "--no-deps", "--no-build-isolation"]
     subprocess.run(

@@ -1,35 +1,51 @@
-"""What a step should take, by shapes alone, which stands beside what was measured."""
+"""What a training should keep, by the arithmetic of `lowbit-optim estimate`."""
 
 from __future__ import annotations
 
-import re
-from collections.abc import Iterable
+from collections.abc import Sequence
 
 import torch
 
-from benchmarks.common import arithmetic, registry
+from benchmarks.common import registry
+from lowbit_optim_cli import footprint, optimizers
 
-_FORMATS = {"32": "float32", "8": "dynamic8", "4": "ratio4"}
+_DTYPES = {torch.float32: "fp32", torch.bfloat16: "bf16"}
+# Options of a row on which the layout depends, of which the arithmetic knows the default alone.
+_UNKNOWN = ("max_size",)
+
+
+def layout(source: registry.Source, bf16: bool, bits: int | None) -> footprint.Layout | None:
+    """The layout of an optimizer's state; None for one that has no arithmetic.
+
+    Args:
+        source: the optimizer.
+        bf16: whether the weights are.
+        bits: `master_weight_bits`, None for the optimizer's default.
+    """
+    if any(name in source.options for name in _UNKNOWN):
+        return None
+    of_class = [
+        one
+        for one in optimizers.layouts(bf16)
+        if (one.library, one.name) == (source.library, source.cls) and bits in (None, one.bits)
+    ]
+    # Of two formats with the same bits the first is the default, and so are the fewest weight bits.
+    format = source.options.get("state_format", of_class[0].format if of_class else None)
+    return next((one for one in of_class if one.format == format), None)
 
 
 def state_bytes(
-    source: registry.Source, params: Iterable[torch.nn.Parameter], bits: int | None
+    source: registry.Source, params: Sequence[torch.nn.Parameter], bits: int | None
 ) -> int | None:
-    """Bytes of the state of this package's Adam and AdamW; None for what has no arithmetic.
-
-    Args:
-        source: of the optimizer.
-        params: its parameters.
-        bits: `master_weight_bits`.
-    """
-    ours = re.fullmatch(r"lowbit_optim\.AdamW?(4|8|32)bit", f"{source.module}.{source.cls}")
-    if ours is None:
+    """Bytes of an optimizer's state, with what is kept beside bf16 weights; None if not known."""
+    found = layout(source, params[0].dtype == torch.bfloat16, bits)
+    if found is None:
         return None
-    format = str(source.options.get("state_format", _FORMATS[ours[1]]))
-    return sum(arithmetic.state_bytes(p.shape, format, bits) for p in params)
+    weights = [footprint.Weight("", tuple(p.shape), _DTYPES[p.dtype]) for p in params]
+    kept = footprint.footprint(found, weights)
+    return kept.state + kept.residual
 
 
-def gradient_bytes(params: Iterable[torch.nn.Parameter], released: bool, bucket_bytes: int) -> int:
-    """Bytes of the gradients that are there at once, those of the last parameters the first."""
-    sizes = [p.nbytes for p in params]
-    return arithmetic.largest_bucket(reversed(sizes), bucket_bytes) if released else sum(sizes)
+def released_bytes(params: Sequence[torch.nn.Parameter], bucket_bytes: int) -> int:
+    """Bytes of the released gradients that wait at once, those of the last parameters the first."""
+    return footprint.largest_bucket((p.nbytes for p in reversed(params)), bucket_bytes)

@@ -1,0 +1,102 @@
+"""Activations: what a formula says of a transformer, and what torch's memory tracker counts."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+from .errors import Refused, sentence
+from .models import Model
+
+BATCH = re.compile(r"[0-9]+(x[0-9]+)+")
+KEYS = {
+    "width": ("hidden_size", "n_embd", "d_model"),
+    "layers": ("num_hidden_layers", "n_layer", "num_layers"),
+    "heads": ("num_attention_heads", "n_head", "num_heads"),
+    "vocabulary": ("vocab_size",),
+}
+GENERAL = (
+    "Activations are not in the table: of a transformer of L layers of width h with a heads, for "
+    "b sequences of s tokens, about s b h L (34 + 5 a s / h) bytes, or 34 s b h L with fused "
+    "attention"
+)
+ASSUMED = (
+    "16-bit activations, an MLP of 4 h, dropout, nothing recomputed; without the logits "
+    "(arXiv:2205.05198, eq. 2)"
+)
+
+
+def formula(config: dict[str, Any]) -> str:
+    """What the activations of one sequence take, with the assumptions; numbers if there are."""
+    sizes = {name: _first(config, keys) for name, keys in KEYS.items()}
+    if any(value is None for value in sizes.values()):
+        return f"{GENERAL}; {ASSUMED}."
+    width, layers, heads, vocabulary = sizes.values()
+    tokens = 1024
+    fused = 34 * tokens * width * layers
+    whole = fused + 5 * heads * tokens * tokens * layers
+    return (
+        f"{GENERAL}: for 1 x {tokens} tokens {whole / 1e9:.2f} GB, fused {fused / 1e9:.2f} GB; "
+        f"{ASSUMED}, which take {6 * tokens * vocabulary / 1e9:.2f} GB more in 16 and 32 bits."
+    )
+
+
+def _first(config: dict[str, Any], keys: tuple[str, ...]) -> Any:
+    found = (config[key] for key in keys if type(config.get(key)) is int)
+    return next(found, None)
+
+
+def measure(model: Model, batch: str) -> str:
+    """The peak of activations in a forward and a backward pass of tensors without memory.
+
+    Args:
+        model: one that can be built.
+        batch: shape of its input: of tokens if it has embeddings, else of numbers.
+
+    Raises:
+        Refused: if it cannot be built, or does not run so.
+    """
+    if not BATCH.fullmatch(batch):
+        raise Refused(f"--measure must be the shape of a batch, as in 8x1024; got {batch!r}")
+    if model.build is None:
+        raise Refused("--measure needs a model that can be built: a config.json or module:function")
+    shape = tuple(map(int, batch.split("x")))
+    try:
+        found = _peak(model, shape)
+    except Exception as error:  # noqa: BLE001  # a model's code raises anything
+        raise Refused(f"--measure does not work for {model.source}: {sentence(error)}") from None
+    return (
+        f"Activations and temporaries of a forward and a backward pass of {batch} (the sum of the "
+        f"output as loss), at their peak: {found / 1e9:.3f} GB, by torch's MemTracker on fake "
+        "tensors."
+    )
+
+
+def _peak(model: Model, shape: tuple[int, ...]) -> int:
+    """All that is there at the peak but parameters, buffers and gradients."""
+    import torch
+    from torch._subclasses.fake_tensor import FakeTensorMode
+    from torch.distributed._tools.mem_tracker import MemTracker, _MemRefType
+
+    from .meta import NAMES
+
+    of_name = {short: getattr(torch, long) for long, short in NAMES.items()}
+    before = torch.get_default_dtype()
+    dtype = of_name[model.weights[0].dtype]
+    with FakeTensorMode():
+        torch.set_default_dtype(dtype)
+        try:
+            built = model.build().train()
+        finally:
+            torch.set_default_dtype(before)
+        tokens = any(weight.embedding for weight in model.weights)
+        x = torch.zeros(shape, dtype=torch.long) if tokens else torch.zeros(shape, dtype=dtype)
+        tracker = MemTracker()
+        tracker.track_external(built)
+        with tracker:
+            out = built(x)
+            out = getattr(out, "logits", getattr(out, "last_hidden_state", out))
+            out.float().sum().backward()
+    there = (_MemRefType.PARAM, _MemRefType.BUFFER, _MemRefType.GRAD)
+    peak = tracker.get_tracker_snapshot("peak").values()
+    return sum(size for one in peak for kind, size in one.items() if kind not in (*there, "Total"))

@@ -1,0 +1,169 @@
+"""Checkpoints, read without executing anything that is in them.
+
+`torch.save` writes a zip with a pickle, which says what tensors there are, and their bytes. The
+pickle's names are looked at before it is read, it is read by torch's restricted reader alone, and
+the tensors are mapped, so that none of them is read before it is wanted.
+"""
+
+from __future__ import annotations
+
+import importlib
+import pickletools
+import zipfile
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from pickle import UnpicklingError
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .errors import Refused, sentence
+
+MOST_PICKLE = 64 << 20  # of the pickle, of which a tensor takes some 300 bytes
+MOST_DEPTH = 4  # of dicts and lists in which an optimizer's state is looked for
+TENSOR_CLASSES = ("torchao",)  # packages whose tensors are of classes of their own
+ALLOCATES = {"bytearray"}  # of the names that torch takes, what fills memory by a number alone
+
+
+@dataclass(frozen=True)
+class Found:
+    """An optimizer's state dict in a checkpoint.
+
+    Attributes:
+        path: the keys that lead to it.
+        state_dict: with `state` and `param_groups`.
+    """
+
+    path: tuple[Any, ...]
+    state_dict: dict[str, Any]
+
+    @property
+    def where(self) -> str:
+        """What a reader calls it."""
+        return "".join(f"[{key!r}]" for key in self.path) or "the file itself"
+
+
+def read(path: Path) -> Any:
+    """What a file that `torch.save` wrote holds, its tensors mapped from it.
+
+    Raises:
+        Refused: if it is no such file, is cut off, or asks for code to be run.
+    """
+    names = _names(path)
+    for name in ALLOCATES & {name for _, name in names}:
+        raise Refused(f"{path} makes a {name}, which no optimizer's state has; it is not read")
+    for package in TENSOR_CLASSES:
+        if any(module.partition(".")[0] == package for module, _ in names):
+            _import(package, path)
+    try:
+        return torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+    except UnpicklingError:
+        unsafe = ", ".join(torch.serialization.get_unsafe_globals_in_checkpoint(str(path)))
+        asks = f"asks for {unsafe}" if unsafe else "is damaged"
+        raise Refused(f"the pickle in {path} {asks}; it is not executed") from None
+    except Exception as error:  # noqa: BLE001  # what a damaged pickle does to its reader
+        raise Refused(f"{path} cannot be read: {sentence(error)}") from None
+
+
+def _names(path: Path) -> list[tuple[str, str]]:
+    """The modules and names that a checkpoint's pickle refers to; nothing of it is executed."""
+    try:
+        with zipfile.ZipFile(path) as archive:
+            entries = archive.infolist()
+            if any(entry.compress_type != zipfile.ZIP_STORED for entry in entries):
+                raise Refused(f"{path} has compressed parts, which torch.save does not write")
+            pickles = [e for e in entries if e.filename.rpartition("/")[2] == "data.pkl"]
+            if len(pickles) != 1:
+                raise Refused(f"{path} is a zip file, but not one that torch.save wrote")
+            if pickles[0].file_size > MOST_PICKLE:
+                raise Refused(
+                    f"{path} has a pickle of {pickles[0].file_size:,} bytes; at most "
+                    f"{MOST_PICKLE:,} are read"
+                )
+            text = archive.read(pickles[0])
+    except (zipfile.BadZipFile, NotImplementedError, EOFError, ValueError) as error:
+        if isinstance(error, Refused):
+            raise
+        raise Refused(
+            f"{path} is no whole checkpoint: torch.save writes a zip file, and this is none, is of "
+            "a torch before 1.6, or is cut off"
+        ) from None
+    try:
+        found = [str(arg) for op, arg, _ in pickletools.genops(text) if op.name == "GLOBAL"]
+    except ValueError:
+        raise Refused(f"the pickle in {path} is damaged") from None
+    return [(arg.partition(" ")[0], arg.partition(" ")[2]) for arg in dict.fromkeys(found)]
+
+
+def _import(package: str, path: Path) -> None:
+    """Import a package that tells torch which of its classes may be in a checkpoint."""
+    try:
+        importlib.import_module(f"{package}.optim")
+    except ImportError:
+        raise Refused(f"{path} has tensors of {package}, which is not installed") from None
+
+
+def optimizers(checkpoint: Any) -> list[Found]:
+    """The optimizer state dicts in a checkpoint, wherever they are, each once."""
+    return list(_optimizers(checkpoint, (), set()))
+
+
+def _optimizers(value: Any, path: tuple[Any, ...], seen: set[int]) -> Iterator[Found]:
+    if id(value) in seen or len(path) > MOST_DEPTH:
+        return
+    seen.add(id(value))
+    if isinstance(value, Mapping):
+        if isinstance(value.get("state"), Mapping) and isinstance(value.get("param_groups"), list):
+            yield Found(path, dict(value))
+            return
+        entries: Any = value.items()
+    elif isinstance(value, (list, tuple)):
+        entries = enumerate(value)
+    else:
+        return
+    for key, one in entries:
+        yield from _optimizers(one, (*path, key), seen)
+
+
+def replaced(checkpoint: Any, path: tuple[Any, ...], new: Any) -> Any:
+    """A checkpoint with what a path leads to replaced; the checkpoint itself is not changed."""
+    if not path:
+        return new
+    key, *rest = path
+    inner = replaced(checkpoint[key], tuple(rest), new)
+    if isinstance(checkpoint, Mapping):
+        return {**checkpoint, key: inner}
+    return type(checkpoint)(inner if i == key else x for i, x in enumerate(checkpoint))
+
+
+def tensors(value: Any) -> Iterator[Tensor]:
+    """All tensors in a value, those that tensors of other classes are made of among them, once."""
+    seen: set[int] = set()
+    pending = [value]
+    while pending:
+        one = pending.pop()
+        if id(one) in seen:
+            continue
+        seen.add(id(one))
+        if isinstance(one, Tensor):
+            inner = getattr(one, "__tensor_flatten__", None)
+            if inner is None:
+                yield one
+            else:
+                pending.extend(getattr(one, name) for name in inner()[0])
+        elif isinstance(one, Mapping):
+            pending.extend(one.values())
+        elif isinstance(one, (list, tuple)):
+            pending.extend(one)
+
+
+def require_dense(value: Any, path: Path) -> None:
+    """Refuse tensors that say they have more elements than there are bytes of them in the file."""
+    for x in tensors(value):
+        dense = x.layout == torch.strided and x.device.type == "cpu"
+        if not dense or x.nbytes > x.untyped_storage().nbytes():
+            raise Refused(
+                f"{path} has a tensor of shape {tuple(x.shape)} that is not stored as a whole"
+            )

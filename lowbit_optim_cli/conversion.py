@@ -1,0 +1,250 @@
+"""`lowbit-optim convert`: an optimizer's state as another library's, by the package's converters.
+
+Those want an optimizer with its parameters. Of them a state needs the shapes alone, which it tells
+itself, so an optimizer is rebuilt whose parameters have shapes and no memory.
+"""
+
+from __future__ import annotations
+
+import difflib
+import os
+import tempfile
+import warnings
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import lowbit_optim
+from lowbit_optim import LowBitOptimizer, _checkpoint
+from lowbit_optim._foreign.load import LIBRARIES
+from lowbit_optim_kernels.formats import FORMATS, units
+from lowbit_optim_kernels.rules import Moment
+from lowbit_optim_kernels.weights import RESIDUAL_KEY
+
+from . import checkpoints
+from .checkpoints import Found
+from .errors import Refused, plural
+
+TORCH = "torch.optim"
+STORAGE = ("state_format", "optim_bits", "min_8bit_size", "master_weight_bits")
+# What the groups of torch.optim's classes have that those of the others have not.
+TELLING = {
+    "SGD": {"momentum", "dampening", "nesterov"},
+    "RMSprop": {"alpha", "centered"},
+    "Adagrad": {"lr_decay", "initial_accumulator_value"},
+}
+FAMILIES = sorted(
+    {
+        cls.family
+        for cls in vars(lowbit_optim).values()
+        if isinstance(cls, type) and issubclass(cls, LowBitOptimizer) and hasattr(cls, "family")
+    }
+)
+
+
+def library(state_dict: Mapping[str, Any]) -> str:
+    """The library that wrote a state dict, or one whose layout is the same."""
+    if _checkpoint.KEY in state_dict:
+        return "lowbit_optim"
+    return next((one.name for one in LIBRARIES if one.recognises(state_dict)), TORCH)
+
+
+def family(state_dict: Mapping[str, Any]) -> str | None:
+    """The optimizer that a state dict is of, without its bits; None if that does not tell."""
+    head = state_dict.get(_checkpoint.KEY)
+    if isinstance(head, Mapping):
+        return str(head.get("optimizer"))
+    groups = [group for group in state_dict["param_groups"] if isinstance(group, Mapping)]
+    if library(state_dict) != TORCH or not groups:
+        return None
+    keys = set(groups[0])
+    for name, telling in TELLING.items():
+        if telling <= keys:
+            return name
+    if {"betas", "amsgrad", "decoupled_weight_decay"} <= keys:
+        return "AdamW" if groups[0]["decoupled_weight_decay"] else "Adam"
+    return None
+
+
+def named_family(name: str) -> str:
+    """The family that a user names, "AdamW" or "AdamW8bit".
+
+    Raises:
+        Refused: if there is none of this name.
+    """
+    for suffix in ("", "4bit", "8bit", "32bit"):
+        if name.endswith(suffix) and name.removesuffix(suffix) in FAMILIES:
+            return name.removesuffix(suffix)
+    near = difflib.get_close_matches(name, FAMILIES, n=2, cutoff=0.5)
+    hint = f"did you mean {' or '.join(near)}?" if near else f"there are {', '.join(FAMILIES)}"
+    raise Refused(f"unknown optimizer {name!r}; {hint}")
+
+
+def rebuilt(found: Found, name: str, format: str | None = None) -> LowBitOptimizer:
+    """An optimizer of parameters without memory that has loaded a state dict.
+
+    Args:
+        found: the state dict.
+        name: its family.
+        format: that its moments are to be kept in; None for the one that they are in.
+
+    Raises:
+        Refused: if it is no state dict of this family.
+    """
+    state_dict = found.state_dict
+    try:
+        _checkpoint.check_groups(state_dict["param_groups"])
+        groups = [
+            {"params": params, **_storage(state_dict, group, format)}
+            for group, params in zip(
+                state_dict["param_groups"], _parameters(state_dict, name), strict=True
+            )
+        ]
+        optimizer: LowBitOptimizer = getattr(lowbit_optim, name)(groups, lr=0.0)
+        optimizer.load_state_dict(state_dict)
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
+        raise Refused(f"{found.where} cannot be read as {name}: {error}") from None
+    return optimizer
+
+
+def _storage(
+    state_dict: Mapping[str, Any], group: Mapping[str, Any], format: str | None
+) -> dict[str, Any]:
+    """How a group's moments are kept: as asked, as its own library says, or as they are."""
+    if format is not None:
+        return {"state_format": format}
+    if library(state_dict) == "lowbit_optim":
+        return {key: group[key] for key in STORAGE if key in group}
+    coded = library(state_dict) != TORCH and any(
+        not x.is_floating_point() for x in checkpoints.tensors(state_dict["state"])
+    )
+    return {"state_format": "dynamic8" if coded else "float32"}
+
+
+def _parameters(state_dict: Mapping[str, Any], name: str) -> Iterator[list[nn.Parameter]]:
+    """The parameters of each group, without memory; an empty one where there is no state."""
+    made: dict[Any, nn.Parameter] = {}
+    for group in state_dict["param_groups"]:
+        for index in group["params"]:
+            saved = state_dict["state"].get(index) or {}
+            if not isinstance(saved, Mapping):
+                raise ValueError(f"the state of parameter {index!r} must be a dict")
+            made.setdefault(index, _parameter(saved, moments_of(name)))
+        yield [made[index] for index in group["params"]]
+
+
+def moments_of(name: str) -> tuple[Moment, ...]:
+    """The moments that a class can keep, with whatever settings."""
+    cls = getattr(lowbit_optim, name)
+    options: dict[str, Any] = {"momentum": 0.9} if name in ("SGD", "LARS") else {}
+    return (*cls([torch.zeros(1)], lr=0.0, **options).moments(), *cls.SAVED_MOMENTS)
+
+
+def _parameter(saved: Mapping[str, Any], moments: tuple[Moment, ...]) -> nn.Parameter:
+    """A parameter of the shape that its moments have, and of a dtype that fits them."""
+    shape: tuple[int, ...] = (0,)
+    dtype = torch.bfloat16 if RESIDUAL_KEY in saved else torch.float32
+    flat = {**saved, **(saved.get("__bnb_optimizer_quant_state__") or {})}
+    if isinstance(flat.get("state1"), Tensor):
+        shape = tuple(flat["state1"].shape)
+        if sum(moment.role == "ratio" for moment in moments) == 2:  # AdEMAMix stacks its averages
+            shape = shape[1:]
+    else:
+        keys = [
+            part.key
+            for format in FORMATS.values()
+            if format.refusal(moments) is None
+            for unit in units(moments, format)
+            for part in unit.parts
+            if not part.per_block
+        ]
+        values = [saved[key] for key in keys if isinstance(saved.get(key), Tensor)]
+        if values:
+            shape = tuple(values[0].shape)
+            dtype = values[0].dtype if values[0].dtype == torch.float64 else dtype
+    return nn.Parameter(torch.zeros((), dtype=dtype).expand(shape))
+
+
+def convert(
+    source: Path, target: Path, to: str, name: str | None, format: str | None, layout: str
+) -> list[str]:
+    """Write a checkpoint with its optimizer states converted, and all else as it is.
+
+    Args:
+        source: the file to read.
+        target: the file to write, which must not exist.
+        to: "torch", "bitsandbytes" or "lowbit".
+        name: the optimizer, where its state does not say.
+        format: of the moments of "lowbit" and "bitsandbytes"; None for the one that they are in.
+        layout: of bitsandbytes: "flat" or "nested".
+
+    Returns:
+        What has been done, a line for each state.
+
+    Raises:
+        Refused: if something cannot be converted; nothing has been written then.
+    """
+    if target.exists():
+        raise Refused(f"{target} exists; name a file that does not")
+    if format is not None and format not in FORMATS:
+        raise Refused(f"--format must be one of {', '.join(FORMATS)}; got {format!r}")
+    checkpoint = checkpoints.read(source)
+    found = checkpoints.optimizers(checkpoint)
+    if not found:
+        raise Refused(f"{source} has no optimizer's state, with 'state' and 'param_groups'")
+    checkpoints.require_dense([one.state_dict for one in found], source)
+    said = []
+    for one in found:
+        own = named_family(name) if name else family(one.state_dict)
+        if own not in FAMILIES:
+            raise Refused(
+                f"{one.where} is of {library(one.state_dict)} and does not say of which "
+                "optimizer; name it, as in --optimizer AdamW"
+            )
+        new, lines = _converted(one, own, to, format, layout)
+        checkpoint = checkpoints.replaced(checkpoint, one.path, new)
+        said += lines
+    _write(checkpoint, target)
+    return said
+
+
+def _converted(
+    found: Found, name: str, to: str, format: str | None, layout: str
+) -> tuple[dict[str, Any], list[str]]:
+    """A state dict of another library, and what is to be said of it."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        optimizer = rebuilt(found, name, format)
+    try:
+        if to == "torch":
+            new = lowbit_optim.to_torch_state_dict(optimizer)
+        elif to == "bitsandbytes":
+            new = lowbit_optim.to_bitsandbytes_state_dict(optimizer, layout)
+        else:
+            new = optimizer.state_dict()
+    except ValueError as error:
+        raise Refused(f"{found.where} cannot be converted to {to}: {error}") from None
+    was, count = library(found.state_dict), len(new["state"])
+    lines = [f"{found.where}: {name} of {was} to {to}, {plural(count, 'parameter')} with state"]
+    lines += [str(warning.message) for warning in caught]
+    if to != "lowbit" and any(RESIDUAL_KEY in state for state in optimizer.state.values()):
+        lines.append(
+            f"the bits beyond bf16 of its weights ({RESIDUAL_KEY}) are not in it; "
+            "`lowbit_optim.master_weights` gives the weights with them"
+        )
+    return new, lines
+
+
+def _write(value: Any, target: Path) -> None:
+    """Write a file whole or not at all."""
+    handle, temporary = tempfile.mkstemp(dir=target.parent, suffix=".tmp")
+    os.close(handle)
+    try:
+        torch.save(value, temporary)
+        os.replace(temporary, target)
+    except BaseException:
+        os.unlink(temporary)
+        raise

@@ -1,0 +1,18 @@
+"""`Refused`: what a user is told in one sentence, with exit code 2."""
+
+from __future__ import annotations
+
+
+class Refused(ValueError):
+    """Input that a command does not take; its text names it and says what is allowed."""
+
+
+def sentence(error: BaseException) -> str:
+    """The first line of an error's text, which may have come from anybody's code."""
+    lines = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {lines[0].strip()}"[:300] if lines else type(error).__name__
+
+
+def plural(count: int, thing: str) -> str:
+    """`1 tensor`, `2 tensors`."""
+    return f"{count:,} {thing}{'' if count == 1 else 's'}"

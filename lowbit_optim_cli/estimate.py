@@ -1,0 +1,240 @@
+"""`lowbit-optim estimate`: a row for each optimizer and format, with all that training keeps."""
+
+from __future__ import annotations
+
+import difflib
+import itertools
+import json
+import re
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from .errors import Refused
+from .footprint import Footprint, Layout, footprint
+from .models import Model
+from .optimizers import layouts
+
+CARDS = (16, 24, 48, 80)  # GB of 10^9 bytes, which no card of that name has less than
+FIRST = 10  # rows that `--gpu` prints
+WIDE = 150  # characters of a table with all columns
+UNITS = {"": 1e9, "MB": 1e6, "GB": 1e9, "TB": 1e12, "MIB": 1 << 20, "GIB": 1 << 30, "TIB": 1 << 40}
+SIZE = re.compile(r"([0-9]+(?:\.[0-9]+)?) *([MGT]i?B)?", re.IGNORECASE)
+
+
+@dataclass(frozen=True)
+class Row:
+    """An optimizer in one format, and what a model takes with it.
+
+    Attributes:
+        layout: the optimizer.
+        whole: of the whole model.
+        rank: of the fullest rank; None if it cannot step shards.
+    """
+
+    layout: Layout
+    whole: Footprint
+    rank: Footprint | None
+
+    def fits(self, size: float) -> str | None:
+        """Whether a rank fits: "whole", "released" with gradients released alone, or None."""
+        if self.rank is None or (self.rank.sum > size and self.rank.sum_released is None):
+            return None
+        if self.rank.sum <= size:
+            return "whole"
+        released = self.rank.sum_released
+        return "released" if released is not None and released <= size else None
+
+    @property
+    def least(self) -> float:
+        """The fewest bytes that a rank takes."""
+        if self.rank is None:
+            return float("inf")
+        return min(x for x in (self.rank.sum, self.rank.sum_released) if x is not None)
+
+    def as_json(self) -> dict[str, Any]:
+        """All numbers in bytes."""
+        layout = self.layout
+        return {
+            "library": layout.library,
+            "optimizer": layout.name,
+            "family": layout.family,
+            "format": layout.format,
+            "master_weight_bits": layout.bits,
+            "layout": "documented" if layout.documented else "measured",
+            **_numbers(self.whole),
+            "per_rank": None if self.rank is None else _numbers(self.rank),
+            "fits": {f"{card} GB": self.fits(card * 1e9) for card in CARDS},
+        }
+
+
+def _numbers(found: Footprint) -> dict[str, int | None]:
+    sums = {"sum": found.sum, "sum_released": found.sum_released}
+    return {
+        ("gradients_released" if k == "released" else k): v for k, v in asdict(found).items()
+    } | sums
+
+
+def rows_of(
+    model: Model, chosen: Sequence[Layout], shards: int, embeddings_in_32_bits: bool
+) -> list[Row]:
+    """The rows of a model, in the order of the layouts."""
+
+    def one(layout: Layout, ranks: int) -> Footprint | None:
+        if ranks > 1 and not layout.shards:
+            return None
+        return footprint(layout, model.weights, ranks, embeddings_in_32_bits)
+
+    rows = []
+    for layout in chosen:
+        whole = footprint(layout, model.weights, 1, embeddings_in_32_bits)
+        rows.append(Row(layout, whole, whole if shards == 1 else one(layout, shards)))
+    return rows
+
+
+def choose(names: Sequence[str], bf16: bool) -> list[Layout]:
+    """The layouts of these optimizers.
+
+    Args:
+        names: families ("AdamW"), classes ("AdamW8bit", "torchao.AdamW4bit"), or "all".
+        bf16: whether weights are bf16.
+
+    Raises:
+        Refused: for a name that there is not, with the nearest ones.
+    """
+    every = layouts(bf16)
+    known: dict[str, list[Layout]] = {"all": every}
+    spelt = {"all": "all"}
+    for layout in every:
+        for name in (layout.family, layout.name, f"{layout.library}.{layout.name}"):
+            known.setdefault(name.lower(), []).append(layout)
+            spelt.setdefault(name.lower(), name)
+    chosen: dict[int, Layout] = {}
+    for name in names:
+        if name.lower() not in known:
+            near = difflib.get_close_matches(name.lower(), known, n=3, cutoff=0.5)
+            means = " or ".join(spelt[one] for one in near)
+            there = ", ".join(sorted({layout.family for layout in every}))
+            hint = f"; did you mean {means}?" if near else f"; there are all, {there}"
+            raise Refused(f"unknown optimizer {name!r}{hint}")
+        chosen.update((id(layout), layout) for layout in known[name.lower()])
+    return [layout for layout in every if id(layout) in chosen]
+
+
+def size_of(text: str) -> float:
+    """Bytes of a size such as "24GB" or "79.6 GiB"; a number alone is of GB.
+
+    Raises:
+        Refused: if it is none.
+    """
+    found = SIZE.fullmatch(text.strip())
+    if found is None or float(found[1]) == 0:
+        raise Refused(f"--gpu must be a size such as 24GB or 79.6GiB; got {text!r}")
+    return float(found[1]) * UNITS[(found[2] or "").upper()]
+
+
+def fitting(rows: Sequence[Row], size: float, text: str) -> list[Row]:
+    """The first rows that fit, cheapest first.
+
+    Raises:
+        Refused: if none does.
+    """
+    fit = sorted((row for row in rows if row.fits(size)), key=lambda row: row.least)
+    if not fit:
+        least = min(rows, key=lambda row: row.least)
+        raise Refused(
+            f"nothing fits {text}: the least is {least.layout.library} {least.layout.name} with "
+            f"{least.least / 1e9:.2f} GB; --shards deals it out to several GPUs"
+        )
+    return fit[:FIRST]
+
+
+def as_json(model: Model, rows: Sequence[Row], shards: int, activations: Sequence[str]) -> str:
+    """Everything as JSON, in bytes."""
+    largest = model.largest
+    found = {
+        "model": model.source,
+        "parameters": model.parameters,
+        "largest_gradient": {"name": largest.name, "shape": largest.shape, "bytes": largest.bytes},
+        "notes": model.notes,
+        "activations": list(activations),
+        "shards": shards,
+        "rows": [row.as_json() for row in rows],
+    }
+    return json.dumps(found, indent=2)
+
+
+def show(
+    console: Console, model: Model, rows: Sequence[Row], shards: int, activations: Sequence[str]
+) -> None:
+    """Print the table and what has to be known of it.
+
+    Weights and gradients, which are the same in all rows, are left to the title of a terminal that
+    is not wide enough.
+    """
+    unit, size = ("GB", 1e9) if max(row.whole.sum for row in rows) >= 1e9 else ("MB", 1e6)
+
+    def cell(value: int | None) -> str:
+        return "-" if value is None else f"{value / size:.3f}"
+
+    wide = console.width >= WIDE
+    first = rows[0].whole
+    title = f"{model.source}: {model.parameters:,} parameters, in {unit}"
+    if not wide:
+        title += f"; weights {cell(first.weights)}, gradients {cell(first.gradients)}"
+    table = Table(title=title, box=box.SIMPLE_HEAD, padding=(0, 1 if wide else 0, 0, 0))
+    table.add_column("optimizer", no_wrap=True)
+    for column in ("format", "bits"):
+        table.add_column(column)
+    numbers = ["weights", "gradients", "released"] if wide else []
+    numbers += ["state", "residual", "sum", "released"]
+    numbers += ["per rank", "released"] if shards > 1 else []
+    for column in (*numbers, *(f"{card} GB" for card in CARDS)):
+        table.add_column(column, justify="right", no_wrap=column in numbers)
+    for library, several in itertools.groupby(rows, key=lambda row: row.layout.library):
+        table.add_row(library, style="bold")
+        for row in several:
+            names, values = _names(row.layout), _values(row, wide, shards)
+            table.add_row(*names, *map(cell, values), *_marks(row))
+    console.print(table)
+    for line in (*legend(model, rows, shards), *activations):
+        console.print(line, highlight=False, markup=False)
+
+
+def _names(layout: Layout) -> tuple[str, str, str]:
+    mark = "*" if layout.documented else ""
+    return f" {layout.name}{mark}", layout.format, str(layout.bits or "-")
+
+
+def _values(row: Row, wide: bool, shards: int) -> list[int | None]:
+    whole, rank = row.whole, row.rank
+    values = [whole.weights, whole.gradients, whole.released] if wide else []
+    values += [whole.state, whole.residual, whole.sum, whole.sum_released]
+    if shards > 1:
+        values += [None, None] if rank is None else [rank.sum, rank.sum_released]
+    return values
+
+
+def _marks(row: Row) -> list[str]:
+    return [{"whole": "yes", "released": "rel.", None: "-"}[row.fits(c * 1e9)] for c in CARDS]
+
+
+def legend(model: Model, rows: Sequence[Row], shards: int) -> list[str]:
+    """What the table's words mean, and what it leaves out."""
+    largest = model.largest
+    of = f" of the fullest of {shards} ranks" if shards > 1 else ""
+    lines = [
+        f"Largest gradient: {largest.name} {list(largest.shape)}, {largest.bytes / 1e6:,.1f} MB.",
+        *(f"{note}." for note in model.notes),
+        "bits: of the weights that training goes on with (master_weight_bits); those beyond bf16 "
+        "are the residual. released: gradients dropped as they are stepped (release_gradients).",
+        f"yes: weights, gradients and state{of} fit; rel.: they do with gradients released. "
+        "Activations, buffers, temporaries and the CUDA context come on top.",
+    ]
+    if any(row.layout.documented for row in rows):
+        lines.append("*: by its documented layout, not measured.")
+    return lines

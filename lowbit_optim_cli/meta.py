@@ -1,0 +1,158 @@
+"""Models that are built on the meta device, where tensors have shapes and no memory."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.modules.module import register_module_parameter_registration_hook
+
+from lowbit_optim._groups import EMBEDDINGS
+
+from .errors import Refused, plural, sentence
+from .footprint import Weight
+from .headers import read_json
+from .models import Model
+
+MOST_PARAMETERS = 200_000  # tensors, of which the largest models have a few thousand
+MOST_LAYERS = 10_000  # also of labels and whatever else a configuration makes lists of
+DTYPES = {
+    torch.float64: "fp64", torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16",
+}  # fmt: skip
+NAMES = {str(key).removeprefix("torch."): value for key, value in DTYPES.items()}
+
+
+def of_function(text: str, dtype: str | None) -> Model:
+    """The model that `module:function` returns; the folder that one is in is searched, too."""
+    module, _, name = text.partition(":")
+    sys.path.insert(0, "")
+    with _saying(f"{text} raised"):
+        found: Any = importlib.import_module(module)
+    for part in name.split("."):
+        if not hasattr(found, part):
+            raise Refused(f"the module {module} has no {name!r}")
+        found = getattr(found, part)
+    if not callable(found):
+        raise Refused(f"{text} must be a function that returns a model; it is {_kind(found)}")
+    return _of_module(text, found, dtype, {})
+
+
+def of_config(path: Path, dtype: str | None) -> Model:
+    """The model of a Hugging Face configuration: the class that it names, with its heads."""
+    config = read_json(path)
+    if not isinstance(config, dict) or not isinstance(config.get("model_type"), str):
+        raise Refused(f"{path} has no 'model_type'; it is not a configuration of transformers")
+    _check_sizes(path, config)
+    try:
+        import transformers
+    except ImportError as error:
+        raise Refused(
+            f"a config.json needs transformers ({sentence(error)}): pip install 'lowbit_optim[hf]'"
+        ) from None
+    transformers.logging.set_verbosity_error()
+    if config["model_type"] not in transformers.CONFIG_MAPPING:
+        raise Refused(
+            f"{path} has the model_type {config['model_type']!r}, which transformers "
+            f"{transformers.__version__} does not know"
+        )
+    with _saying(f"transformers cannot read {path}:"):
+        settings = transformers.CONFIG_MAPPING[config["model_type"]].from_dict(config)
+    own = dtype or NAMES.get(str(settings.dtype).removeprefix("torch."), "fp32")
+    return _of_module(str(path), lambda: _class_of(config)(settings), own, config)
+
+
+def _class_of(config: dict[str, Any]) -> Callable[[Any], nn.Module]:
+    """The class in `architectures`, else the model without a head."""
+    import transformers
+
+    named = config.get("architectures")
+    name = named[0] if isinstance(named, list) and named else None
+    if isinstance(name, str) and name.isidentifier():
+        found = getattr(transformers, name, None)
+        if isinstance(found, type) and issubclass(found, transformers.PreTrainedModel):
+            return found
+    return transformers.AutoModel.from_config
+
+
+def _check_sizes(path: Path, config: dict[str, Any]) -> None:
+    """Refuse numbers of which lists are made that no memory holds."""
+    for key, value in config.items():
+        listed = "layer" in key or "label" in key or "block" in key or "depth" in key
+        if isinstance(value, dict):
+            _check_sizes(path, value)
+        elif type(value) is int and (abs(value) >= 1 << 40 or (listed and value > MOST_LAYERS)):
+            most = f"{MOST_LAYERS:,}" if listed else "2^40"
+            raise Refused(f"{path} has {key}={value}; at most {most} is taken")
+
+
+def _of_module(
+    text: str, build: Callable[[], Any], dtype: str | None, config: dict[str, Any]
+) -> Model:
+    """What is built has these weights; one that several modules share is listed once."""
+    with _saying(f"building {text} raised"), _bounded(text), torch.device("meta"):
+        model = build()
+    if not isinstance(model, nn.Module):
+        raise Refused(f"{text} must return a torch.nn.Module; it returned {_kind(model)}")
+    embeddings = {
+        id(p)
+        for module in model.modules()
+        if isinstance(module, EMBEDDINGS)
+        for p in module.parameters(recurse=False)
+    }
+    weights = []
+    for name, p in model.named_parameters():
+        if p.dtype not in DTYPES:
+            raise Refused(f"{text} has the parameter {name!r} of {p.dtype}, which is not trained")
+        own = dtype or DTYPES[p.dtype]
+        weights.append(Weight(name, tuple(p.shape), own, id(p) in embeddings, p.requires_grad))
+    return Model(text, tuple(weights), tuple(_notes(model)), config, build)
+
+
+def _notes(model: nn.Module) -> Iterator[str]:
+    """What is not in the weights, and what is in them once."""
+    names = sum(1 for _ in model.named_parameters(remove_duplicate=False))
+    shared = names - sum(1 for _ in model.parameters())
+    if shared:
+        yield f"{plural(shared, 'weight')} shared by two modules, counted once"
+    buffers = sum(buffer.nbytes for buffer in model.buffers())
+    if buffers:
+        yield f"{buffers:,} bytes of buffers come on top"
+
+
+@contextmanager
+def _bounded(text: str) -> Iterator[None]:
+    """Refuse a model of so many parameters that its modules alone fill the memory."""
+    count = 0
+
+    def register(module: nn.Module, name: str, p: nn.Parameter) -> None:
+        nonlocal count
+        count += 1
+        if count > MOST_PARAMETERS:
+            raise Refused(f"{text} has more than {MOST_PARAMETERS:,} parameters")
+
+    handle = register_module_parameter_registration_hook(register)
+    try:
+        yield
+    finally:
+        handle.remove()
+
+
+@contextmanager
+def _saying(what: str) -> Iterator[None]:
+    """Put what somebody else's code raises into a sentence."""
+    try:
+        yield
+    except Refused:
+        raise
+    except (Exception, SystemExit) as error:  # noqa: BLE001  # code of others raises anything
+        raise Refused(f"{what} {sentence(error)}") from None
+
+
+def _kind(value: Any) -> str:
+    return f"a {type(value).__name__}"

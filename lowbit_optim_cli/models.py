@@ -1,0 +1,138 @@
+"""Models by what a user has of them: a file, a folder, a function or only the shapes."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from .errors import Refused, plural
+from .footprint import Weight
+from .headers import Entry, read_header, read_index
+
+INDEX, SINGLE, CONFIG = "model.safetensors.index.json", "model.safetensors", "config.json"
+MOST_ELEMENTS = 1 << 50
+SHAPES = re.compile(r"[0-9]+(x[0-9]+)*(,[0-9]+(x[0-9]+)*)*")
+FUNCTION = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_][\w.]*")
+DTYPES = {"F64": "fp64", "F32": "fp32", "BF16": "bf16", "F16": "fp16"}
+# Names that buffers and embeddings have in the usual libraries: a file does not say what they are.
+BUFFER = re.compile(
+    r"(^|\.)(running_(mean|var)|(rotary_emb\.)?inv_freq|masked_bias|position_ids)$|^h\.\d+\.attn\.bias$"
+)
+EMBEDDING = re.compile(
+    r"(^|\.)(embed_tokens|tok_embeddings|wte|wpe|shared|\w*(word|position|type)_embeddings)\.weight$"
+)
+TAKEN = (
+    "a config.json or a folder with one, a safetensors file or its index.json, module:function, or "
+    "shapes such as 4096x4096,4096"
+)
+
+
+@dataclass(frozen=True)
+class Model:
+    """What is known of a model.
+
+    Attributes:
+        source: where it is from, in a few words.
+        weights: its parameters, a shared one once.
+        notes: what a reader should know of how it was read.
+        config: a Hugging Face configuration, if it is of one.
+        build: makes it again, where that is possible.
+    """
+
+    source: str
+    weights: tuple[Weight, ...]
+    notes: tuple[str, ...] = ()
+    config: dict[str, Any] = field(default_factory=dict)
+    build: Any = None
+
+    @property
+    def parameters(self) -> int:
+        """How many numbers there are in the weights."""
+        return sum(math.prod(weight.shape) for weight in self.weights)
+
+    @property
+    def largest(self) -> Weight:
+        """The weight with the largest gradient."""
+        return max((w for w in self.weights if w.trained), key=lambda weight: weight.bytes)
+
+
+def read_model(text: str, dtype: str | None = None) -> Model:
+    """The model that an argument names.
+
+    Args:
+        text: the argument.
+        dtype: of all its weights, instead of what it says itself.
+
+    Raises:
+        Refused: if there is no such model, or its description is not sound.
+    """
+    model = _read(text, dtype)
+    if not any(weight.trained and math.prod(weight.shape) for weight in model.weights):
+        raise Refused(f"{text} has no parameters to train")
+    if model.parameters > MOST_ELEMENTS:
+        raise Refused(f"{text} has {model.parameters:.3g} parameters; at most 2^50 are reckoned")
+    return model
+
+
+def _read(text: str, dtype: str | None) -> Model:
+    path = Path(text)
+    try:
+        found = path.exists()
+    except OSError:  # a name that is too long, for instance
+        found = False
+    if found:
+        return _of_path(path, dtype)
+    if SHAPES.fullmatch(text):
+        return _of_shapes(text, dtype)
+    if FUNCTION.fullmatch(text):
+        from . import meta
+
+        return meta.of_function(text, dtype)
+    raise Refused(f"{text!r} is no model: there is no such file, and MODEL is {TAKEN}")
+
+
+def _of_path(path: Path, dtype: str | None) -> Model:
+    if path.is_dir():
+        for name in (CONFIG, INDEX, SINGLE):
+            if (path / name).is_file():
+                return _of_path(path / name, dtype)
+        raise Refused(f"the folder {path} has no {CONFIG}, {INDEX} or {SINGLE}")
+    if path.name.endswith(".index.json"):
+        return _of_entries(str(path), read_index(path), dtype)
+    if path.suffix == ".json":
+        from . import meta
+
+        return meta.of_config(path, dtype)
+    if path.suffix == ".safetensors":
+        return _of_entries(str(path), read_header(path), dtype)
+    raise Refused(f"{path} is no model; MODEL is {TAKEN}")
+
+
+def _of_shapes(text: str, dtype: str | None) -> Model:
+    shapes = [tuple(map(int, one.split("x"))) for one in text.split(",")]
+    weights = (Weight(f"tensor {i}", s, dtype or "fp32") for i, s in enumerate(shapes))
+    return Model(plural(len(shapes), "shape"), tuple(weights))
+
+
+def _of_entries(where: str, entries: Iterable[Entry], dtype: str | None) -> Model:
+    """The floating tensors of files, those with names of buffers left out."""
+    weights, left_out = [], []
+    for entry in entries:
+        if (entry.dtype[0] != "F" and entry.dtype != "BF16") or BUFFER.search(entry.name):
+            left_out.append(entry.name)
+            continue
+        own = dtype or DTYPES.get(entry.dtype)
+        if own is None:
+            raise Refused(
+                f"{where} has the tensor {entry.name!r} in {entry.dtype}, which is not trained; "
+                "give the dtype that it will have, as in --dtype bf16"
+            )
+        weights.append(Weight(entry.name, entry.shape, own, bool(EMBEDDING.search(entry.name))))
+    notes = []
+    if left_out:
+        notes.append(f"{plural(len(left_out), 'tensor')} left out as buffers, as {left_out[0]}")
+    return Model(where, tuple(weights), tuple(notes))
