@@ -77,9 +77,10 @@ release: $(DEV)  ## build sdist and wheel, install the wheel into a clean enviro
 	$(PIP) wheel --no-index --no-deps --no-build-isolation --wheel-dir dist dist/*.tar.gz
 	$(PYTHON) -m venv $(RELEASE)
 	$(RELEASE)/bin/python -m pip --disable-pip-version-check --quiet install \
-	  $(TORCH_ARGS) $(RELEASE_ARGS) dist/*.whl
+	  $(TORCH_ARGS) $(RELEASE_ARGS) "$$(echo dist/*.whl)[cli]"
 	cp tests/user_program.py $(RELEASE)
 	cd $(RELEASE) && bin/python -I user_program.py
+	cd $(RELEASE) && bin/lowbit-optim estimate 4096x4096,4096 --gpu 24GB
 	cd $(RELEASE) && $(abspath $(PY)) -m mypy --strict --untyped-calls-exclude=torch --config-file= \
 	  --python-executable bin/python --cache-dir=cache user_program.py
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Annotated
 
@@ -60,7 +60,10 @@ def cases(
 def weigh(case: Case, device: str, threads: int) -> dict[str, object]:
     """The one event of a case's process: "weighed" with the figures, "left out" or "wrong"."""
     spec = {"case": dataclasses.asdict(case), "device": device, "threads": threads}
-    (found,) = worker.stream("benchmarks.footprint.worker", spec, threads, _ALWAYS)
+    try:
+        (found,) = worker.stream("benchmarks.footprint.worker", spec, threads, _ALWAYS)
+    except RuntimeError as error:
+        return {"event": "wrong", "why": f"{tables.label(spec['case'])}: {error}"}
     return found
 
 
@@ -95,6 +98,29 @@ def _known(what: str, given: Iterable[str], known: Iterable[str]) -> None:
             raise typer.BadParameter(f"unknown {what} {name!r}; there are: {', '.join(known)}")
 
 
+def _entries(names: list[str] | None) -> tuple[list[registry.Entry], dict[str, str]]:
+    """The entries of these names, or all whose library is installed; why the rest is left out."""
+    weighed = registry.weighed()
+    if names:
+        try:
+            return registry.select(names, weighed), {}
+        except ValueError as error:
+            raise typer.BadParameter(str(error)) from error
+    absent = [one for one in weighed.values() if not one.available()]
+    missing = {one.name: f"{one.peer} is not installed" for one in absent}
+    return [one for one in weighed.values() if one.name not in missing], missing
+
+
+def show(console: Console, written: Mapping[str, object]) -> None:
+    """The tables, and what is not in them."""
+    for table in tables.printed(written):
+        console.print(table)
+    for one, why in written["left_out"].items():
+        console.print(f"left out: {one}: {why}", soft_wrap=True, markup=False)
+    for why in written["wrong"].values():
+        console.print(f"not weighed: {why}", soft_wrap=True, markup=False)
+
+
 def main(
     network: Annotated[list[str] | None, typer.Option(help=", ".join(NETWORKS))] = None,
     size: Annotated[str, typer.Option(help=", ".join(SIZES))] = "small",
@@ -120,43 +146,34 @@ def main(
         for key in tables.groups(written):
             print(f"{tables.title(written, key)}; MiB:\n\n{tables.markdown(written, key)}\n")
         return
-    console, began, weighed = Console(width=120), time.perf_counter(), registry.weighed()
+    console, began = Console(width=120), time.perf_counter()
     _known("network", network or (), NETWORKS)
     _known("size", (size,), SIZES)
     _known("dtype", dtype or (), DTYPES)
-    _known("optimizer", optimizer or (), weighed)
     if device != "cpu" and not torch.cuda.is_available():
         raise typer.BadParameter(f"device {device!r}: torch finds no GPU here")
-    options = {"network": network, "size": size, "optimizer": optimizer, "dtype": dtype,
-               "bits": bits, "released": released, "bucket_bytes": bucket_bytes, "steps": steps,
-               "device": device, "threads": threads}  # fmt: skip
-    missing = {
-        one.name: f"{one.peer} is not installed" for one in weighed.values() if not one.available()
-    }
-    entries = registry.select(optimizer or (one for one in weighed if one not in missing), weighed)
-    chosen = list(cases(entries, network or NETWORKS, dtype or ("fp32",), bits or (), released,
-                        size=size, bucket_bytes=bucket_bytes, steps=steps))  # fmt: skip
+    entries, missing = _entries(optimizer)
+    common = {"size": size, "bucket_bytes": bucket_bytes, "steps": steps}
+    chosen = list(
+        cases(entries, network or NETWORKS, dtype or ("fp32",), bits or (), released, **common)
+    )
     rows, left_out, wrong = weigh_all(chosen, device, threads or report.cores(), console)
-    left_out = {**({} if optimizer else missing), **left_out}
+    options = {"network": network, "optimizer": optimizer, "dtype": dtype, "bits": bits,
+               "released": released, **common, "device": device, "threads": threads}  # fmt: skip
     written = {
         **report.origin("benchmarks.footprint", options),
         "wall_s": round(time.perf_counter() - began, 1),
-        "size": size,
-        "steps": steps,
-        "bucket_bytes": bucket_bytes,
+        **common,
         "rows": rows,
-        "left_out": left_out,
+        "left_out": {**missing, **left_out},
+        "wrong": wrong,
     }
-    for table in tables.printed(written):
-        console.print(table)
-    for one, why in left_out.items():
-        console.print(f"left out: {one}: {why}", soft_wrap=True, markup=False)
-    report.write_json(out / f"{name}.json", written)
-    plot.footprint(out / f"{name}.png", tables.panels(written))
-    console.print(f"results: {out / name}.json, .png", soft_wrap=True)
-    for why in wrong.values():
-        console.print(f"not weighed: {why}", soft_wrap=True, markup=False)
-    if wrong:
+    show(console, written)
+    if rows:
+        report.write_json(out / f"{name}.json", written)
+        plot.footprint(out / f"{name}.png", tables.panels(written))
+        console.print(f"results: {out / name}.json, .png", soft_wrap=True)
+    if wrong or not rows:
         raise typer.Exit(1)
 
 
