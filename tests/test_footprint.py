@@ -91,7 +91,27 @@ def test_the_page_has_the_tables():
         assert f"\n\n{footprint.markdown(rows())}\n\n" in page
 
 
-@pytest.mark.parametrize("name", ["footprint", "footprint_bf16", "footprint_100"])
+PUBLISHED = pytest.mark.parametrize("name", ["footprint", "footprint_bf16", "footprint_100"])
+
+
+@PUBLISHED
+def test_the_arithmetic_has_the_state_that_was_measured(name):
+    """Byte for byte, of every optimizer that has arithmetic, other libraries' too."""
+    written = json.loads((ROOT / "benchmarks" / "results" / f"{name}.json").read_text())
+    assert written["rows"]
+    models = {}
+    for row in written["rows"]:
+        weighed = worker.Case(**{field: row[field] for field in worker.Case.__dataclass_fields__})
+        network, dtype = networks.NETWORKS[row["network"]][row["size"]], row["dtype"]
+        if (network, dtype) not in models:
+            models[network, dtype] = network.build(getattr(torch, dtype), torch.device("meta"))
+        params = list(models[network, dtype].parameters())
+        estimated = estimate.state_bytes(weighed.source(), params, row["bits"])
+        assert estimated in (None, row["state"]), row["optimizer"]
+        assert estimated is not None or row["optimizer"].startswith("optimi.")
+
+
+@PUBLISHED
 def test_the_page_of_whole_trainings_has_its_tables(name):
     tables = pytest.importorskip("benchmarks.footprint.tables")
     written = json.loads((ROOT / "benchmarks" / "results" / f"{name}.json").read_text())
