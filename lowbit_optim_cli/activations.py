@@ -6,7 +6,7 @@ import re
 from typing import Any
 
 from .errors import Refused, sentence
-from .models import Model
+from .models import TORCH_DTYPES, Model
 
 BATCH = re.compile(r"[0-9]+(x[0-9]+)+")
 KEYS = {
@@ -78,11 +78,9 @@ def _peak(model: Model, shape: tuple[int, ...]) -> int:
     from torch._subclasses.fake_tensor import FakeTensorMode
     from torch.distributed._tools.mem_tracker import MemTracker, _MemRefType
 
-    from .meta import NAMES
-
-    of_name = {short: getattr(torch, long) for long, short in NAMES.items()}
     before = torch.get_default_dtype()
-    dtype = of_name[model.weights[0].dtype]
+    own = model.weights[0].dtype
+    dtype = next(getattr(torch, name) for name, short in TORCH_DTYPES.items() if short == own)
     with FakeTensorMode():
         torch.set_default_dtype(dtype)
         try:

@@ -113,6 +113,20 @@ class Layout(str, Enum):
     nested = "nested"
 
 
+def _names() -> list[str]:
+    """Optimizers, for the shell's completion."""
+    from .optimizers import ROLES
+
+    return [*ROLES, "all"]
+
+
+def _formats() -> list[str]:
+    """Formats, likewise."""
+    from .optimizers import FORMATS
+
+    return list(FORMATS)
+
+
 def console() -> Console:
     """What results are printed on; wide enough for a table where it is no terminal."""
     terminal = Console()
@@ -128,7 +142,13 @@ def estimate(
         ),
     ],
     optimizer: Annotated[
-        list[str], typer.Option("--optimizer", "-o", help="an optimizer, class or all; repeatable")
+        list[str],
+        typer.Option(
+            "--optimizer",
+            "-o",
+            help="an optimizer, class or all; repeatable",
+            autocompletion=_names,
+        ),
     ] = ["AdamW"],  # noqa: B006  # typer copies it
     dtype: Annotated[
         Dtype | None, typer.Option(help="of the weights, instead of their own")
@@ -152,7 +172,7 @@ def estimate(
 
     size = None if gpu is None else estimates.size_of(gpu)
     estimates.choose(optimizer, bf16=True)  # a misspelt name is said before a model is built
-    found = read_model(model, dtype.value if dtype else None)
+    found = read_model(model, dtype.value if dtype else None, build=measure is not None)
     bf16 = any(weight.dtype == "bf16" for weight in found.weights)
     if embeddings_in_32_bits and not any(weight.embedding for weight in found.weights):
         raise Refused(f"--embeddings-32: no embedding is known in {model}")
@@ -190,10 +210,14 @@ def convert(
     target: Annotated[Path, typer.Argument(metavar="OUT", help="the file to write, a new one")],
     to: Annotated[Library, typer.Option(help="whose state it is to be")],
     optimizer: Annotated[
-        str | None, typer.Option("--optimizer", "-o", help="its optimizer, if it does not say")
+        str | None,
+        typer.Option(
+            "--optimizer", "-o", help="its optimizer, if it does not say", autocompletion=_names
+        ),
     ] = None,
     state_format: Annotated[
-        str | None, typer.Option("--format", help="of the moments, instead of theirs")
+        str | None,
+        typer.Option("--format", help="of the moments, instead of theirs", autocompletion=_formats),
     ] = None,
     layout: Annotated[Layout, typer.Option(help="of bitsandbytes' tensors")] = Layout.flat,
 ) -> None:
@@ -224,7 +248,8 @@ def doctor(
 @app.command(help=COMPARE)
 def compare(
     optimizer: Annotated[
-        list[str], typer.Option("--optimizer", "-o", help="an optimizer; repeatable")
+        list[str],
+        typer.Option("--optimizer", "-o", help="an optimizer; repeatable", autocompletion=_names),
     ] = ["AdamW"],  # noqa: B006  # typer copies it
     steps: Annotated[int, typer.Option(min=1, max=100_000)] = 300,
     seed: Annotated[int, typer.Option(min=0, max=2**31)] = 0,

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import difflib
 import os
+import re
 import tempfile
 import warnings
 from collections.abc import Iterator, Mapping
@@ -75,10 +76,11 @@ def named_family(name: str) -> str:
     Raises:
         Refused: if there is none of this name.
     """
-    for suffix in ("", "4bit", "8bit", "32bit"):
-        if name.endswith(suffix) and name.removesuffix(suffix) in FAMILIES:
-            return name.removesuffix(suffix)
-    near = difflib.get_close_matches(name, FAMILIES, n=2, cutoff=0.5)
+    known = {one.lower(): one for one in FAMILIES}
+    plain = re.sub("(4|8|32)bit$", "", name).lower()
+    if plain in known:
+        return known[plain]
+    near = [known[one] for one in difflib.get_close_matches(plain, known, n=2, cutoff=0.5)]
     hint = f"did you mean {' or '.join(near)}?" if near else f"there are {', '.join(FAMILIES)}"
     raise Refused(f"unknown optimizer {name!r}; {hint}")
 

@@ -7,7 +7,7 @@ import itertools
 import json
 import re
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 from rich import box
@@ -17,7 +17,7 @@ from rich.table import Table
 from .errors import Refused
 from .footprint import Footprint, Layout, footprint
 from .models import Model
-from .optimizers import layouts
+from .optimizers import ROLES, layouts
 
 CARDS = (16, 24, 48, 80)  # GB of 10^9 bytes, which no card of that name has less than
 FIRST = 10  # rows that `--gpu` prints
@@ -73,26 +73,27 @@ class Row:
 
 
 def _numbers(found: Footprint) -> dict[str, int | None]:
-    sums = {"sum": found.sum, "sum_released": found.sum_released}
     return {
-        ("gradients_released" if k == "released" else k): v for k, v in asdict(found).items()
-    } | sums
+        "weights": found.weights,
+        "gradients": found.gradients,
+        "gradients_released": found.released,
+        "state": found.state,
+        "residual": found.residual,
+        "sum": found.sum,
+        "sum_released": found.sum_released,
+    }
 
 
 def rows_of(
     model: Model, chosen: Sequence[Layout], shards: int, embeddings_in_32_bits: bool
 ) -> list[Row]:
     """The rows of a model, in the order of the layouts."""
-
-    def one(layout: Layout, ranks: int) -> Footprint | None:
-        if ranks > 1 and not layout.shards:
-            return None
-        return footprint(layout, model.weights, ranks, embeddings_in_32_bits)
-
     rows = []
     for layout in chosen:
-        whole = footprint(layout, model.weights, 1, embeddings_in_32_bits)
-        rows.append(Row(layout, whole, whole if shards == 1 else one(layout, shards)))
+        rank = whole = footprint(layout, model.weights, 1, embeddings_in_32_bits)
+        if shards > 1 and layout.shards:
+            rank = footprint(layout, model.weights, shards, embeddings_in_32_bits)
+        rows.append(Row(layout, whole, rank if shards == 1 or layout.shards else None))
     return rows
 
 
@@ -146,6 +147,8 @@ def fitting(rows: Sequence[Row], size: float, text: str) -> list[Row]:
     fit = sorted((row for row in rows if row.fits(size)), key=lambda row: row.least)
     if not fit:
         least = min(rows, key=lambda row: row.least)
+        if least.rank is None:
+            raise Refused(f"{least.layout.name} does not step shards; leave --shards out")
         raise Refused(
             f"nothing fits {text}: the least is {least.layout.library} {least.layout.name} with "
             f"{least.least / 1e9:.2f} GB; --shards deals it out to several GPUs"
@@ -188,13 +191,14 @@ def show(
         title += f"; weights {cell(first.weights)}, gradients {cell(first.gradients)}"
     table = Table(title=title, box=box.SIMPLE_HEAD, padding=(0, 1 if wide else 0, 0, 0))
     table.add_column("optimizer", no_wrap=True)
-    for column in ("format", "bits"):
-        table.add_column(column)
+    table.add_column("format", no_wrap=True)
+    table.add_column("bits")
     numbers = ["weights", "gradients", "released"] if wide else []
     numbers += ["state", "residual", "sum", "released"]
     numbers += ["per rank", "released"] if shards > 1 else []
-    for column in (*numbers, *(f"{card} GB" for card in CARDS)):
-        table.add_column(column, justify="right", no_wrap=column in numbers)
+    cards = [f"{card}{' ' if wide else chr(10)}GB" for card in CARDS]
+    for column in (*numbers, *cards):
+        table.add_column(column, justify="right", no_wrap=True)
     for library, several in itertools.groupby(rows, key=lambda row: row.layout.library):
         table.add_row(library, style="bold")
         for row in several:
@@ -237,4 +241,7 @@ def legend(model: Model, rows: Sequence[Row], shards: int) -> list[str]:
     ]
     if any(row.layout.documented for row in rows):
         lines.append("*: by its documented layout, not measured.")
+    others = sorted(ROLES.keys() - {row.layout.family for row in rows})
+    if others:
+        lines.append(f"--optimizer, which takes names or all, has also {', '.join(others)}.")
     return lines

@@ -9,15 +9,19 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from . import decoders
 from .errors import Refused, plural
 from .footprint import Weight
-from .headers import Entry, read_header, read_index
+from .headers import Entry, read_header, read_index, read_json
 
 INDEX, SINGLE, CONFIG = "model.safetensors.index.json", "model.safetensors", "config.json"
 MOST_ELEMENTS = 1 << 50
-SHAPES = re.compile(r"[0-9]+(x[0-9]+)*(,[0-9]+(x[0-9]+)*)*")
+MOST_LAYERS = 10_000  # also of labels and whatever else a configuration makes lists of
+SIZE = "[0-9]{1,18}"
+SHAPES = re.compile(f"{SIZE}(x{SIZE})*(,{SIZE}(x{SIZE})*)*")
 FUNCTION = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_][\w.]*")
 DTYPES = {"F64": "fp64", "F32": "fp32", "BF16": "bf16", "F16": "fp16"}
+TORCH_DTYPES = {"float64": "fp64", "float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
 # Names that buffers and embeddings have in the usual libraries: a file does not say what they are.
 BUFFER = re.compile(
     r"(^|\.)(running_(mean|var)|(rotary_emb\.)?inv_freq|masked_bias|position_ids)$|^h\.\d+\.attn\.bias$"
@@ -60,17 +64,18 @@ class Model:
         return max((w for w in self.weights if w.trained), key=lambda weight: weight.bytes)
 
 
-def read_model(text: str, dtype: str | None = None) -> Model:
+def read_model(text: str, dtype: str | None = None, build: bool = False) -> Model:
     """The model that an argument names.
 
     Args:
         text: the argument.
         dtype: of all its weights, instead of what it says itself.
+        build: whether it has to be one that can be built, where that can be chosen.
 
     Raises:
         Refused: if there is no such model, or its description is not sound.
     """
-    model = _read(text, dtype)
+    model = _read(text, dtype, build)
     if not any(weight.trained and math.prod(weight.shape) for weight in model.weights):
         raise Refused(f"{text} has no parameters to train")
     if model.parameters > MOST_ELEMENTS:
@@ -78,14 +83,14 @@ def read_model(text: str, dtype: str | None = None) -> Model:
     return model
 
 
-def _read(text: str, dtype: str | None) -> Model:
+def _read(text: str, dtype: str | None, build: bool) -> Model:
     path = Path(text)
     try:
-        found = path.exists()
+        found = bool(text) and path.exists()
     except OSError:  # a name that is too long, for instance
         found = False
     if found:
-        return _of_path(path, dtype)
+        return _of_path(path, dtype, build)
     if SHAPES.fullmatch(text):
         return _of_shapes(text, dtype)
     if FUNCTION.fullmatch(text):
@@ -95,21 +100,45 @@ def _read(text: str, dtype: str | None) -> Model:
     raise Refused(f"{text!r} is no model: there is no such file, and MODEL is {TAKEN}")
 
 
-def _of_path(path: Path, dtype: str | None) -> Model:
+def _of_path(path: Path, dtype: str | None, build: bool) -> Model:
     if path.is_dir():
         for name in (CONFIG, INDEX, SINGLE):
             if (path / name).is_file():
-                return _of_path(path / name, dtype)
+                return _of_path(path / name, dtype, build)
         raise Refused(f"the folder {path} has no {CONFIG}, {INDEX} or {SINGLE}")
     if path.name.endswith(".index.json"):
         return _of_entries(str(path), read_index(path), dtype)
     if path.suffix == ".json":
-        from . import meta
-
-        return meta.of_config(path, dtype)
+        return _of_config(path, dtype, build)
     if path.suffix == ".safetensors":
         return _of_entries(str(path), read_header(path), dtype)
     raise Refused(f"{path} is no model; MODEL is {TAKEN}")
+
+
+def _of_config(path: Path, dtype: str | None, build: bool) -> Model:
+    """The model of a Hugging Face configuration, by its sizes or built by transformers."""
+    config = read_json(path)
+    if not isinstance(config, dict) or not isinstance(config.get("model_type"), str):
+        raise Refused(f"{path} has no 'model_type'; it is not a configuration of transformers")
+    _check_sizes(path, config)
+    own = dtype or TORCH_DTYPES.get(str(config.get("dtype") or config.get("torch_dtype")), "fp32")
+    weights = None if build else decoders.weights_of(config, own)
+    if weights is not None:
+        return Model(str(path), weights, config=config)
+    from . import meta
+
+    return meta.of_config(path, config, own)
+
+
+def _check_sizes(path: Path, config: dict[str, Any]) -> None:
+    """Refuse numbers of which lists are made that no memory holds."""
+    for key, value in config.items():
+        listed = "layer" in key or "label" in key or "block" in key or "depth" in key
+        if isinstance(value, dict):
+            _check_sizes(path, value)
+        elif type(value) is int and (abs(value) >= 1 << 40 or (listed and value > MOST_LAYERS)):
+            most = f"{MOST_LAYERS:,}" if listed else "2^40"
+            raise Refused(f"{path} has {key}={value}; at most {most} is taken")
 
 
 def _of_shapes(text: str, dtype: str | None) -> Model:

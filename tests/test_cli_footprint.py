@@ -125,6 +125,19 @@ def test_models_have_the_bytes_that_are_allocated(row, model):
     assert kept(found) == allocated(row, MODELS[model], dtype, device)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("model", ["ResNet-50", "ViT-B", "GPT-2 small"])
+@pytest.mark.parametrize("format", optimizers.FORMATS)
+def test_a_step_of_a_model_leaves_the_bytes_of_the_arithmetic(format, model):
+    row = optimizers.own("AdamW", format, 24)
+    params = [torch.nn.Parameter(torch.ones(s, dtype=torch.bfloat16)) for s in MODELS[model]]
+    for p in params:
+        p.grad = p.detach().clone()
+    optimizer = build(row, params)
+    optimizer.step()
+    assert measure.state_bytes(optimizer) == kept(footprint(row, weights_of(MODELS[model], "bf16")))
+
+
 @pytest.mark.parametrize(("model", "parameters"), [("Llama 1B", 1.24e9), ("Llama 8B", 8.03e9)])
 @pytest.mark.parametrize("row", ROWS, ids=name)
 def test_large_models_have_the_bytes_that_the_classes_ask_for(row, model, parameters):

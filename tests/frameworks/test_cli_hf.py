@@ -1,0 +1,112 @@
+"""`lowbit-optim estimate` of configurations of transformers, built on the meta device."""
+
+import json
+
+import pytest
+import torch
+import transformers
+
+from footprint_models import MODELS
+from lowbit_optim_cli.models import read_model
+from test_cli_estimate import estimated, refused
+
+LLAMA = {
+    "architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": 128256,
+    "max_position_embeddings": 131072,
+}  # fmt: skip
+CONFIGS = {
+    "GPT-2 small": {"architectures": ["GPT2LMHeadModel"], "model_type": "gpt2"},
+    "Llama 1B": {
+        **LLAMA, "hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16,
+        "num_attention_heads": 32, "num_key_value_heads": 8, "tie_word_embeddings": True,
+    },
+    "Llama 8B": {
+        **LLAMA, "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32,
+        "num_attention_heads": 32, "num_key_value_heads": 8, "torch_dtype": "bfloat16",
+    },
+}  # fmt: skip
+
+
+@pytest.fixture
+def folder(tmp_path):
+    def write(config):
+        (tmp_path / "config.json").write_text(json.dumps(config))
+        return tmp_path
+
+    return write
+
+
+VARIANTS = [
+    *CONFIGS.values(),
+    {**CONFIGS["GPT-2 small"], "n_inner": 100},
+    {**CONFIGS["Llama 1B"], "attention_bias": True, "mlp_bias": True, "head_dim": 32},
+    {**CONFIGS["Llama 1B"], "model_type": "mistral", "architectures": ["MistralForCausalLM"]},
+    {**CONFIGS["Llama 8B"], "model_type": "qwen2", "architectures": ["Qwen2ForCausalLM"]},
+    {**CONFIGS["Llama 1B"], "model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"]},
+    {**CONFIGS["Llama 8B"], "model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"],
+     "attention_bias": True, "head_dim": 64},
+]  # fmt: skip
+SIZES = {"vocab_size": 1000, "n_layer": 2, "n_embd": 64, "n_head": 2, "n_positions": 128}
+
+
+@pytest.mark.parametrize("config", VARIANTS)
+def test_shapes_that_are_written_down_are_those_of_transformers(folder, config):
+    if config["model_type"] == "gpt2":
+        config = {**config, **SIZES}
+    path = str(folder(config))
+    written, built = read_model(path), read_model(path, build=True)
+    assert written.weights == built.weights
+    assert (written.build is None) == ("n_inner" not in config)
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_a_configuration_has_the_weights_of_its_model(folder, name):
+    model = read_model(str(folder(CONFIGS[name])))
+    assert sorted(w.shape for w in model.weights) == sorted(map(tuple, MODELS[name]))
+    assert {w.dtype for w in model.weights} == {"bf16" if name == "Llama 8B" else "fp32"}
+    embeddings = [w.shape for w in model.weights if w.embedding]
+    assert embeddings == [tuple(s) for s in MODELS[name][: len(embeddings)]] != []
+
+
+def test_a_small_model_takes_the_bytes_of_the_estimate(folder):
+    from lowbit_optim import AdamW8bit
+
+    config = {**CONFIGS["GPT-2 small"], "n_layer": 2, "n_embd": 64, "n_head": 2, "vocab_size": 500}
+    row = estimated(folder(config), "-o", "AdamW8bit")["rows"][0]
+    model = transformers.GPT2LMHeadModel(transformers.GPT2Config.from_dict(config))
+    optimizer = AdamW8bit(model.parameters(), lr=1e-3)
+    model(torch.zeros(1, 8, dtype=torch.long)).logits.sum().backward()
+    optimizer.step()
+    held = sum(x.nbytes for state in optimizer.state.values() for x in state.values())
+    assert row["state"] == held
+    assert row["weights"] == sum(p.nbytes for p in model.parameters())
+    assert row["gradients"] == sum(p.grad.nbytes for p in model.parameters())
+
+
+def test_a_model_without_a_class_has_no_head(folder):
+    config = {"model_type": "bert", "num_hidden_layers": 1, "architectures": ["No", 3]}
+    found = estimated(folder(config), "--embeddings-32")
+    with torch.device("meta"):
+        model = transformers.BertModel(transformers.BertConfig.from_dict(config))
+    assert found["parameters"] == sum(p.numel() for p in model.parameters())
+
+
+def test_a_transformer_has_a_formula_and_a_measure(folder):
+    config = {**CONFIGS["GPT-2 small"], "n_layer": 2, "n_embd": 64, "n_head": 2, "vocab_size": 500}
+    formula, measured = estimated(folder(config), "--measure", "2x16")["activations"]
+    assert "for 1 x 1024 tokens" in formula
+    gigabytes = float(measured.partition("at their peak: ")[2].partition(" GB")[0])
+    assert gigabytes * 1e9 + 1e6 >= 2 * 16 * 500 * 4
+
+
+@pytest.mark.parametrize(
+    ("config", "said"),
+    [
+        ({"model_type": "no_such_model"}, "the model_type 'no_such_model', which transformers"),
+        ({**CONFIGS["GPT-2 small"], "n_head": 7}, "building"),
+        ({**CONFIGS["GPT-2 small"], "n_embd": "wide"}, "transformers cannot read"),
+        ({**CONFIGS["GPT-2 small"], "activation_function": "no"}, "building"),
+    ],
+)
+def test_configurations_that_no_model_has_are_refused(folder, config, said):
+    assert said in refused("estimate", folder(config))

@@ -1,0 +1,198 @@
+"""The command `lowbit-optim` itself: its entry point, help, `doctor` and `compare`."""
+
+import importlib.metadata
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+pytest.importorskip("typer")
+pytest.importorskip("rich")
+
+from typer import testing
+
+import lowbit_optim_cli
+from lowbit_optim_cli import comparison
+from lowbit_optim_cli.app import app
+from test_cli_estimate import refused, run
+
+ROOT = Path(__file__).resolve().parent.parent
+COMMANDS = ("estimate", "inspect", "convert", "doctor", "compare")
+
+
+def python(script):
+    """What a fresh interpreter says of a script, run outside of the checkout."""
+    path = os.pathsep.join(map(str, (ROOT, ROOT / "kernels")))
+    return subprocess.run(
+        [sys.executable, "-c", script], env={**os.environ, "PYTHONPATH": path}, cwd=ROOT.anchor,
+        capture_output=True, text=True, check=False,
+    )  # fmt: skip
+
+
+def test_help_names_the_commands():
+    text = run("--help").stdout
+    assert all(command in text for command in COMMANDS)
+    assert "--install-completion" in text
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_every_command_has_examples(command):
+    text = run(command, "--help").stdout
+    assert f"lowbit-optim {command}" in text.partition("Example")[2]
+
+
+def test_help_imports_no_torch():
+    done = python(
+        "import sys\n"
+        "from lowbit_optim_cli import main\n"
+        "sys.argv = ['lowbit-optim', '--help']\n"
+        "try: main()\n"
+        "except SystemExit as end: assert not end.code\n"
+        "assert 'torch' not in sys.modules"
+    )
+    assert done.returncode == 0, done.stderr
+
+
+def test_the_package_imports_no_typer():
+    done = python("import sys, lowbit_optim; assert 'typer' not in sys.modules")
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize(("gone", "said"), [(["typer"], "typer"), (["typer", "rich"], "typer and")])
+def test_without_the_extra_it_says_what_to_install(gone, said, monkeypatch, capsys):
+    for name in gone:
+        monkeypatch.setitem(sys.modules, name, None)
+    with pytest.raises(SystemExit) as end:
+        lowbit_optim_cli.main()
+    assert end.value.code == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith(f"lowbit-optim needs {said}")
+    assert "pip install 'lowbit_optim[cli]'" in line
+
+
+def test_the_entry_point_runs():
+    """As the installed command starts, in a process of its own."""
+    scripts = importlib.metadata.entry_points(group="console_scripts", name="lowbit-optim")
+    command = [sys.executable, "-m", "lowbit_optim_cli"]
+    beside = Path(sys.executable).with_name("lowbit-optim")
+    if scripts and beside.exists():
+        command = [str(beside)]
+    path = os.pathsep.join(map(str, (ROOT, ROOT / "kernels")))
+    for arguments, code in ((["estimate", "64x64", "--json"], 0), (["estimate", "64xx"], 2)):
+        done = subprocess.run(
+            [*command, *arguments], env={**os.environ, "PYTHONPATH": path}, cwd=ROOT.anchor,
+            capture_output=True, text=True, check=False,
+        )  # fmt: skip
+        assert done.returncode == code
+        assert "Traceback" not in done.stderr
+        if code == 0:
+            assert json.loads(done.stdout)["parameters"] == 4096
+        else:
+            assert done.stderr.startswith("lowbit-optim: '64xx' is no model")
+
+
+def test_usage_errors_are_one_sentence():
+    assert "No such option" in refused("estimate", "4x4", "--nothing")
+    assert "Missing argument" in refused("estimate")
+    assert "--shards" in refused("estimate", "4x4", "--shards", "many")
+    assert "there is no file or folder" in refused("inspect", "nowhere.pt")
+
+
+def test_the_shell_completes_commands_and_optimizers():
+    def completed(words):
+        env = {
+            "_LOWBIT_OPTIM_COMPLETE": "complete_bash", "COMP_WORDS": words, "COMP_CWORD": "3",
+        }  # fmt: skip
+        said = testing.CliRunner().invoke(app, [], prog_name="lowbit-optim", env=env).output
+        return said.split()
+
+    assert completed("lowbit-optim estimate --optimizer Ad") == [
+        "Adam", "AdamW", "AdEMAMix", "Adagrad",
+    ]  # fmt: skip
+
+
+def test_doctor_names_the_engine_of_each_dtype():
+    found = json.loads(run("doctor", "--json").stdout)
+    assert found["versions"]["torch"] == importlib.metadata.version("torch")
+    rows = {(row["device"], row["dtype"]): row for row in found["engines"]}
+    assert rows["cpu", "float64"]["engine"] == "torch"
+    assert "does not take torch.float64" in rows["cpu", "float64"]["reason"]
+    assert {row["engine"] for row in found["engines"]} <= {"numba", "torch", "triton"}
+    folder = found["cache"]["folder"]
+    assert folder is None or Path(folder).is_dir()
+    text = " ".join(run("doctor").stdout.split())
+    assert "float64" in text
+    assert f"torch {torch.__version__}" in text
+
+
+def test_doctor_says_what_was_asked_for_and_cannot_be(monkeypatch):
+    monkeypatch.setenv("LOWBIT_OPTIM_ENGINE", "nothing")
+    found = json.loads(run("doctor", "--json").stdout)
+    assert found["asked"] == "nothing"
+    assert all(row["engine"] == "none" for row in found["engines"])
+    assert "must be one of auto" in found["engines"][0]["reason"]
+
+
+def test_compare_trains_every_format():
+    result = run("compare", "--optimizer", "AdamW8bit", "--steps", "30", "--json")
+    assert result.exit_code == 0, result.output
+    rows = {(row["optimizer"], row["format"]): row for row in json.loads(result.stdout)}
+    assert len(rows) == 5
+    torchs, ours = rows["torch.optim.AdamW", "as weights"], rows["AdamW32bit", "float32"]
+    assert ours["loss"] == pytest.approx(torchs["loss"], rel=1e-3)
+    for (_, format), row in rows.items():
+        assert row["loss"] == pytest.approx(torchs["loss"], rel=0.02), format
+        assert row["loss"] < 3.4  # a uniform guess has log(32) = 3.466
+    assert rows["AdamW4bit", "ratio4"]["state_bytes"] < 1.2 < ours["state_bytes"]
+
+
+def test_compare_shows_a_table():
+    result = run("compare", "-o", "Lion", "--steps", "1")
+    assert result.exit_code == 0, result.output
+    assert "Lion8bit" in result.stdout
+    assert "unknown optimizer 'Lyon'; did you mean Lion" in refused("compare", "-o", "Lyon")
+
+
+def test_the_data_of_compare_can_be_learned():
+    chain = comparison.Chain(0)
+    x, y = chain.batch()
+    entropy = -(chain.chances * chain.chances.log()).sum(-1).mean()
+    assert x.shape == (comparison.BATCH, 2)
+    assert int(y.max()) < comparison.SYMBOLS
+    assert entropy < 0.6 * torch.tensor(float(comparison.SYMBOLS)).log()
+
+
+PAGE = (ROOT / "docs" / "command_line.md").read_text(encoding="utf-8")
+
+
+def test_the_page_has_what_the_command_prints():
+    (block,) = re.findall(r"^```console\n\$ lowbit-optim (.*?)\n(.*?)^```$", PAGE, re.S | re.M)
+    arguments, shown = block
+    lines = [line.rstrip() for line in run(*arguments.split()).stdout.splitlines()]
+    assert shown.splitlines() == lines[: len(shown.splitlines())]
+
+
+def test_the_page_runs(capsys):
+    (block,) = re.findall(r"^```python\n(.*?)^```$", PAGE, re.S | re.M)
+    exec(compile(block, "command_line.md", "exec"), {})
+    state, residual, total = map(int, capsys.readouterr().out.split())
+    rows = json.loads(run("estimate", "4096x4096,4096", "--dtype", "bf16", "--json").stdout)["rows"]
+    (row,) = [r for r in rows if (r["format"], r["master_weight_bits"]) == ("dynamic8", 24)]
+    assert (state, residual, total) == (row["state"], row["residual"], row["sum"])
+
+
+def test_the_page_names_every_option():
+    for command in COMMANDS:
+        said = run(command, "--help").stdout
+        assert f"lowbit-optim {command}" in PAGE
+        if command == "estimate":
+            assert all(
+                option in PAGE
+                for option in re.findall(r"--[a-z][-a-z0-9]+", said)
+                if option != "--help"
+            )

@@ -1,0 +1,350 @@
+"""`lowbit-optim estimate` as a user calls it: models, rows, sums, and what it does not take."""
+
+import json
+import struct
+import subprocess
+import sys
+import textwrap
+
+import pytest
+
+pytest.importorskip("typer")
+pytest.importorskip("rich")
+from typer import testing
+
+from lowbit_optim_cli import estimate, headers, meta, models, optimizers
+from lowbit_optim_cli.app import app
+from lowbit_optim_cli.errors import Refused
+from lowbit_optim_cli.footprint import Weight, footprint
+
+
+def run(*arguments):
+    return testing.CliRunner(env={"COLUMNS": "100"}).invoke(app, [str(a) for a in arguments])
+
+
+def refused(*arguments):
+    """What is said on stderr: one sentence, with exit code 2."""
+    result = run(*arguments)
+    assert result.exit_code == 2, result.output
+    assert result.stdout == ""
+    (line,) = result.stderr.strip().splitlines()
+    assert line.startswith("lowbit-optim: ")
+    return line
+
+
+def estimated(*arguments):
+    result = run("estimate", *arguments, "--json")
+    assert result.exit_code == 0, result.output
+    return json.loads(result.stdout)
+
+
+def safetensors(path, tensors, cut=0, **entry):
+    """A file with zeros for tensors, given as name: (dtype, shape)."""
+    header, end = {"__metadata__": {"format": "pt"}}, 0
+    for name, (dtype, shape) in tensors.items():
+        size = headers.Entry(name, dtype, tuple(shape)).bytes
+        place = {"dtype": dtype, "shape": shape, "data_offsets": [end, end + size]}
+        header[name] = {**place, **entry}
+        end += size
+    text = json.dumps(header).encode()
+    path.write_bytes((struct.pack("<Q", len(text)) + text + bytes(end))[: -cut or None])
+    return path
+
+
+def test_every_row_has_the_sums_of_its_columns():
+    found = estimated("4096x4096,4096", "--dtype", "bf16", "--optimizer", "all")
+    assert len(found["rows"]) == len(optimizers.layouts(bf16=True))
+    for row in found["rows"]:
+        parts = ("weights", "gradients", "state", "residual")
+        assert row["sum"] == sum(row[part] for part in parts)
+        assert row["per_rank"]["sum"] == row["sum"]
+        if row["gradients_released"] is not None:
+            less = row["gradients"] - row["gradients_released"]
+            assert row["sum_released"] == row["sum"] - less
+    assert found["parameters"] == 4096 * 4097
+    assert found["largest_gradient"]["shape"] == [4096, 4096]
+
+
+def test_a_table_names_the_rows_and_what_is_left_out():
+    text = run("estimate", "4096x4096,4096", "--dtype", "bf16").stdout
+    for name in ("AdamW8bit", "AdamW4bit", "FlashAdamW*", "torchao", "bitsandbytes", "ratio8"):
+        assert name in text
+    assert "by its documented layout" in text
+    assert "Activations are not in the table" in text
+    assert "Largest gradient: tensor 0 [4096, 4096], 33.6 MB" in " ".join(text.split())
+
+
+@pytest.mark.parametrize("width", [80, 100, 200])
+def test_a_table_has_every_digit_at_any_width(width):
+    from rich.console import Console
+
+    model = models.read_model("40960x40960,4096", "bf16")
+    rows = estimate.rows_of(model, estimate.choose(["AdamW"], True), 2, False)
+    console = Console(width=width, record=True)
+    estimate.show(console, model, rows, 1, [])
+    text = console.export_text()
+    assert "…" not in text
+    for row in rows:
+        assert f"{row.whole.state / 1e9:.3f}" in text
+
+
+def test_shards_are_those_of_the_fullest_rank():
+    found = estimated("10x1000,4096", "--shards", "4", "--optimizer", "AdamW8bit")
+    for row in found["rows"]:
+        assert row["per_rank"]["weights"] == 4 * (3 * 1000 + 1024)
+    eager = estimated("10x1000", "--shards", "4", "--optimizer", "Cain")
+    assert all(row["per_rank"] is None for row in eager["rows"])
+
+
+def test_what_fits_a_gpu_is_printed_cheapest_first():
+    found = estimated("1000x1000000", "--gpu", "12GB")["rows"]
+    least = [min(x for x in (r["sum"], r["sum_released"]) if x is not None) for r in found]
+    assert least == sorted(least)
+    assert least[-1] <= 12e9
+    assert 0 < len(found) <= estimate.FIRST
+    said = refused("estimate", "1000x1000000", "--gpu", "1GB")
+    assert "nothing fits 1GB" in said
+    eager = refused("estimate", "4x4", "--gpu", "1GB", "--shards", "2", "-o", "Cain")
+    assert "does not step shards" in eager
+
+
+@pytest.mark.parametrize(
+    ("text", "size"),
+    [("24GB", 24e9), ("24", 24e9), ("79.6 GiB", 79.6 * 2**30), ("500mb", 5e8)],
+)
+def test_sizes(text, size):
+    assert estimate.size_of(text) == size
+
+
+@pytest.mark.parametrize("text", ["", "GB", "-1GB", "24 XB", "0GB", "1e3GB", "٣GB"])
+def test_sizes_that_are_none_are_refused(text):
+    with pytest.raises(Refused, match="--gpu must be a size"):
+        estimate.size_of(text)
+
+
+def test_a_misspelt_optimizer_has_its_nearest_names():
+    assert "did you mean AdamW8bit" in refused("estimate", "4x4", "-o", "AdmW8bit")
+    assert "there are all, ADOPT" in refused("estimate", "4x4", "-o", "qqqqqq")
+
+
+def test_optimizers_are_chosen_by_family_class_and_library():
+    def names(*chosen):
+        rows = estimated("4x4", *(x for one in chosen for x in ("-o", one)))["rows"]
+        return {(row["library"], row["optimizer"]) for row in rows}
+
+    assert ("torch", "SGD") in names("sgd")
+    assert names("FlashLion") == {("flashoptim", "FlashLion")}
+    assert names("torchao.AdamW8bit") == {("torchao", "AdamW8bit")}
+    assert len(names("AdamW", "Lion")) > len(names("AdamW"))
+
+
+def test_a_safetensors_file_is_known_by_its_header(tmp_path):
+    path = safetensors(
+        tmp_path / "model.safetensors",
+        {"wte.weight": ("BF16", [100, 64]), "w": ("BF16", [64, 64]), "ids": ("I64", [5]),
+         "bn.running_mean": ("F32", [64]), "norm": ("F32", [64])},
+    )  # fmt: skip
+    found = estimated(path)
+    assert found["parameters"] == 100 * 64 + 64 * 64 + 64
+    assert found["notes"] == ["2 tensors left out as buffers, as ids"]
+    assert found["rows"][0]["weights"] == 2 * (100 * 64 + 64 * 64) + 4 * 64
+    as_fp32 = estimated(path, "--dtype", "fp32", "--optimizer", "AdamW8bit")["rows"][0]
+    in_32 = estimated(path, "--dtype", "fp32", "--optimizer", "AdamW8bit", "--embeddings-32")
+    more = in_32["rows"][0]["state"] - as_fp32["state"]
+    assert more == 100 * 64 * 8 - 100 * (64 * 2 + 8)
+
+
+def test_an_index_is_known_by_the_headers_of_its_files(tmp_path):
+    safetensors(tmp_path / "a.safetensors", {"a": ("F32", [64, 64])})
+    safetensors(tmp_path / "b.safetensors", {"b": ("F32", [32, 64])})
+    index = tmp_path / "model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": {"a": "a.safetensors", "b": "b.safetensors"}}))
+    assert estimated(index)["parameters"] == estimated(tmp_path)["parameters"] == 96 * 64
+    index.write_text(json.dumps({"weight_map": {"a": "b.safetensors"}}))
+    assert "names the tensor 'a', which its files do not have" in refused("estimate", index)
+    index.write_text(json.dumps({"weight_map": {"a": "c.safetensors"}}))
+    assert "names the file 'c.safetensors', which is missing" in refused("estimate", index)
+    index.write_text(json.dumps({"weight_map": {"a": "../a.safetensors"}}))
+    assert "not in its own folder" in refused("estimate", index)
+    index.write_text("{}")
+    assert "has no 'weight_map'" in refused("estimate", index)
+
+
+def test_headers_that_lie_are_refused(tmp_path):
+    path = tmp_path / "model.safetensors"
+    for data, said in (
+        (b"", "no whole safetensors file"),
+        (b"\0\0\0", "no whole safetensors file"),
+        (struct.pack("<Q", 1 << 62) + b"{}", "would have 4,611,686,018,427,387,904 bytes"),
+        (struct.pack("<Q", 2) + b"{", "no whole safetensors file"),
+        (struct.pack("<Q", 2) + b"{]", "is not JSON"),
+        (struct.pack("<Q", 2) + b"[]", "must be a JSON object"),
+        (struct.pack("<Q", 10000) + b"[" * 10000, "is not JSON"),
+        (struct.pack("<Q", 5) + b'"\xff\xfe"', "no whole safetensors file"),
+        (struct.pack("<Q", 4) + b'"\xff\xfe"', "is not JSON"),
+    ):
+        path.write_bytes(data)
+        assert said in refused("estimate", path)
+    tensor = {"a": ("F32", [4, 4])}
+    for entry, said in (
+        ({"dtype": "F4"}, "the dtype 'F4'"),
+        ({"dtype": ["F32"]}, "the dtype"),
+        ({"shape": [-1]}, "which is no list of sizes"),
+        ({"shape": [True]}, "which is no list of sizes"),
+        ({"shape": [2**62, 2**62]}, "in the file are needed"),
+        ({"shape": [4, 5]}, "where 80 bytes of the 64"),
+        ({"data_offsets": [0, 2**60]}, "the place"),
+        ({"data_offsets": [64, 0]}, "the place"),
+        ({"data_offsets": None}, "the place None"),
+    ):
+        assert said in refused("estimate", safetensors(path, tensor, **entry))
+    twice = {"a": ("F32", [4, 4]), "b": ("F32", [4, 4])}
+    path = safetensors(path, twice, cut=64, data_offsets=[0, 64])
+    assert "has tensors that overlap" in refused("estimate", path)
+    assert "where 64 bytes of the 63" in refused("estimate", safetensors(path, tensor, cut=1))
+    assert "has no parameters to train" in refused("estimate", safetensors(path, {}))
+    assert "in F8_E4M3" in refused("estimate", safetensors(path, {"a": ("F8_E4M3", [4])}))
+    assert estimated(path, "--dtype", "bf16")["parameters"] == 4
+
+
+def test_a_huge_header_takes_no_memory(tmp_path):
+    resource = pytest.importorskip("resource")
+    path = tmp_path / "model.safetensors"
+    with path.open("wb") as file:
+        file.write(struct.pack("<Q", 1 << 33))
+        file.truncate(1 << 34)  # without blocks on disk
+    done = subprocess.run(
+        [sys.executable, "-m", "lowbit_optim_cli", "estimate", path],
+        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_AS, (1 << 29, 1 << 29)),
+        capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert done.returncode == 2
+    assert "a header of 8,589,934,592 bytes; at most" in done.stderr
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["4x", "x4", "4,,4", "4x4x", "-4x4", "4 x 4", "４x4", "a" * 5000, "", "4x4\n", "9" * 5000],
+)
+def test_shapes_that_do_not_parse_are_refused(text):
+    assert "is no model" in refused("estimate", "--", text)
+
+
+def test_models_without_a_use_are_refused(tmp_path):
+    assert "has no parameters to train" in refused("estimate", "0x4")
+    assert "at most 2^50" in refused("estimate", "9999999999x9999999999")
+    assert "has no config.json" in refused("estimate", tmp_path)
+    (tmp_path / "model.bin").write_bytes(b"")
+    assert "is no model; MODEL is" in refused("estimate", tmp_path / "model.bin")
+    assert "no embedding is known" in refused("estimate", "4x4", "--embeddings-32")
+    assert "--shards" in refused("estimate", "4x4", "--shards", "0")
+    assert "--dtype" in refused("estimate", "4x4", "--dtype", "int8")
+
+
+@pytest.fixture
+def module(tmp_path, monkeypatch):
+    """Writes a module of a user's, and gives its name."""
+    count = iter(range(100))
+    monkeypatch.syspath_prepend(tmp_path)
+
+    def write(text):
+        name = f"users_model_{next(count)}_{tmp_path.name.replace('-', '_')}"
+        (tmp_path / f"{name}.py").write_text("from torch import nn\nimport torch\n" + text)
+        return name
+
+    return write
+
+
+def test_a_function_builds_a_model_on_the_meta_device(module):
+    name = module(
+        textwrap.dedent("""
+        def build():
+            model = nn.Sequential(nn.Embedding(50, 64), nn.Linear(64, 50, bias=False))
+            model[1].weight = model[0].weight
+            model.register_buffer("table", torch.zeros(3))
+            model.head = nn.Linear(64, 10**6)
+            model.frozen = nn.Parameter(torch.zeros(7), requires_grad=False)
+            return model
+        """)
+    )
+    found = estimated(f"{name}:build", "--optimizer", "AdamW8bit")
+    assert found["parameters"] == 50 * 64 + 65 * 10**6 + 7
+    assert found["notes"] == [
+        "1 weight shared by two modules, counted once", "12 bytes of buffers come on top",
+    ]  # fmt: skip
+    row = found["rows"][0]
+    assert row["weights"] - row["gradients"] == 7 * 4
+    weights = (Weight("", (50, 64)), Weight("", (10**6, 64)), Weight("", (10**6,)))
+    assert row["state"] == footprint(optimizers.own("AdamW", "dynamic8", None), weights).state
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("def build(): return 3", "must return a torch.nn.Module; it returned a int"),
+        ("build = 3", "must be a function that returns a model; it is a int"),
+        ("def build(): raise KeyError('x')", "raised KeyError: 'x'"),
+        ("raise OSError('no')", "raised OSError: no"),
+        ("raise SystemExit(3)", "raised SystemExit: 3"),
+        ("def build(a): ...", "raised TypeError"),
+        ("", "has no 'build'"),
+        ("def build(): return nn.Linear(2, 2, dtype=torch.complex64)", "torch.complex64"),
+        (
+            "def build(): return nn.ModuleList(nn.Linear(1, 1) for _ in range(10**9))",
+            "more than 1,000 parameters",
+        ),
+    ],
+)
+def test_functions_that_build_no_model_are_refused(module, text, said, monkeypatch):
+    monkeypatch.setattr(meta, "MOST_PARAMETERS", 1000)
+    assert said in refused("estimate", f"{module(text)}:build")
+
+
+def test_a_module_that_is_missing_is_refused():
+    assert "ModuleNotFoundError" in refused("estimate", "no_such_module_anywhere:build")
+
+
+def test_a_fake_step_counts_activations(module):
+    name = module("def build(): return nn.Sequential(nn.Linear(64, 1000), nn.ReLU())")
+    found = estimated(f"{name}:build", "--measure", "32x64", "-o", "SGD")
+    said = found["activations"][1]
+    gigabytes = float(said.partition("at their peak: ")[2].partition(" GB")[0])
+    assert 32 * 1000 * 4 <= gigabytes * 1e9 <= 10 * 32 * 1000 * 4 + 1e6
+    assert "does not work for" in refused("estimate", f"{name}:build", "--measure", "32x65")
+    assert "needs a model that can be built" in refused("estimate", "4x4", "--measure", "2x4")
+    assert "must be the shape of a batch" in refused("estimate", "4x4", "--measure", "2")
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("", "is not JSON"), ("[]", "has no 'model_type'"), ("{}", "has no 'model_type'"),
+        ('{"model_type": 3}', "has no 'model_type'"), ("[" * 100_000, "is not JSON"),
+        ('{"model_type": "gpt2", "n_layer": 1000000000}', "n_layer=1000000000; at most 10,000"),
+        ('{"model_type": "gpt2", "dtype": ["x"], "n_head": {"x_layers": 20000}}', "x_layers=20000"),
+        ('{"model_type": "gpt2", "num_labels": 1000000000}', "at most 10,000"),
+        (f'{{"model_type": "gpt2", "n_embd": 1e400, "vocab_size": {2**50}}}', "at most 2^40"),
+    ],
+)  # fmt: skip
+def test_configurations_that_are_not_sound_are_refused(tmp_path, text, said):
+    path = tmp_path / "config.json"
+    path.write_text(text)
+    assert said in refused("estimate", path)
+
+
+def test_the_command_runs_without_importing_torch(tmp_path):
+    path = safetensors(tmp_path / "model.safetensors", {"a": ("F32", [64, 64])})
+    script = f"""
+import sys
+from lowbit_optim_cli.app import app
+try:
+    app(["estimate", {str(path)!r}])
+except SystemExit as end:
+    assert not end.code
+assert "torch" not in sys.modules
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert "AdamW8bit" in done.stdout
