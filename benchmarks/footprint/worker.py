@@ -7,6 +7,7 @@ import dataclasses
 import gc
 import json
 import math
+import platform
 import sys
 from collections.abc import Mapping
 
@@ -30,7 +31,7 @@ class Gauge:
     def __init__(self, device: torch.device) -> None:
         self.device = device
         gc.collect()
-        if hasattr(ctypes.CDLL(None), "malloc_trim"):
+        if platform.libc_ver()[0] == "glibc":
             # What is free in the heap is resident, and would be used again uncounted.
             ctypes.CDLL(None).malloc_trim(0)
         self.first = measure.held_bytes(device)
