@@ -91,7 +91,9 @@ def test_the_page_has_the_tables():
         assert f"\n\n{footprint.markdown(rows())}\n\n" in page
 
 
-PUBLISHED = pytest.mark.parametrize("name", ["footprint", "footprint_bf16", "footprint_100"])
+PUBLISHED = pytest.mark.parametrize(
+    "name", ["footprint", "footprint_bf16", "footprint_resnet50", "footprint_100"]
+)
 
 
 @PUBLISHED
