@@ -22,7 +22,7 @@ GENERAL = (
 )
 ASSUMED = (
     "16-bit activations, an MLP of 4 h, dropout, nothing recomputed; without the logits "
-    "(arXiv:2205.05198, eq. 2)"
+    "(arXiv:2205.05198, eq. 1)"
 )
 
 

@@ -8,6 +8,7 @@ the tensors are mapped, so that none of them is read before it is wanted.
 from __future__ import annotations
 
 import importlib
+import logging
 import pickletools
 import zipfile
 from collections.abc import Iterator, Mapping
@@ -99,10 +100,13 @@ def _names(path: Path) -> list[tuple[str, str]]:
 
 def _import(package: str, path: Path) -> None:
     """Import a package that tells torch which of its classes may be in a checkpoint."""
+    logging.disable(logging.WARNING)  # it warns of kernels that are not for this machine
     try:
         importlib.import_module(f"{package}.optim")
     except ImportError:
         raise Refused(f"{path} has tensors of {package}, which is not installed") from None
+    finally:
+        logging.disable(logging.NOTSET)
 
 
 def optimizers(checkpoint: Any) -> list[Found]:

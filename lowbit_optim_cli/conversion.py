@@ -121,7 +121,7 @@ def _storage(
     if library(state_dict) == "lowbit_optim":
         return {key: group[key] for key in STORAGE if key in group}
     coded = library(state_dict) != TORCH and any(
-        not x.is_floating_point() for x in checkpoints.tensors(state_dict["state"])
+        x.itemsize == 1 for x in checkpoints.tensors(state_dict["state"])
     )
     return {"state_format": "dynamic8" if coded else "float32"}
 

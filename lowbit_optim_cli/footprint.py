@@ -212,29 +212,39 @@ def footprint(
     """
     if shards > 1 and not layout.shards:
         raise ValueError(f"{layout.name} does not step shards")
-    state = residual = coded_any = 0
-    trained = [weight for weight in weights if weight.trained]
-    for one, count in Counter((w.shape, w.dtype, w.embedding) for w in trained).items():
-        weight = Weight("", *one)
-        held = shard(weight.shape, shards)
+    kinds = Counter((w.shape, w.dtype, w.embedding, w.trained) for w in weights)
+    all_weights = gradients = state = residual = coded_any = 0
+    for (shape, dtype, embedding, trained), count in kinds.items():
+        weight = Weight("", shape, dtype, embedding)
+        held = shard(shape, shards)
+        size = count * ITEMSIZE[dtype] * math.prod(held)
+        all_weights += size
+        if not trained:
+            continue
+        gradients += size
         coded = layout.codes(weight, held, embeddings_in_32_bits)
         if layout.kept_whole(weight, shards, coded):
-            held = weight.shape
+            held = shape
         state += count * layout.state(weight, held, coded)
         coded_any |= coded
-        if weight.dtype == "bf16":
+        if dtype == "bf16":
             residual += count * layout.residual * math.prod(held)
-    sizes = [Weight("", shard(w.shape, shards), w.dtype).bytes for w in trained]
-    released = None
-    if layout.bucket_bytes is not None:
-        released = largest_bucket(reversed(sizes), layout.bucket_bytes)
     return Footprint(
-        weights=sum(Weight("", shard(w.shape, shards), w.dtype).bytes for w in weights),
-        gradients=sum(sizes),
-        released=released,
+        weights=all_weights,
+        gradients=gradients,
+        released=_released(layout, weights, shards),
         state=state + (layout.shared if coded_any else 0),
         residual=residual,
     )
+
+
+def _released(layout: Layout, weights: Sequence[Weight], shards: int) -> int | None:
+    """The most bytes of gradients that wait when they are released, the last weight's first."""
+    if layout.bucket_bytes is None:
+        return None
+    arriving = (w for w in reversed(weights) if w.trained)
+    sizes = (ITEMSIZE[w.dtype] * math.prod(shard(w.shape, shards)) for w in arriving)
+    return largest_bucket(sizes, layout.bucket_bytes)
 
 
 def largest_bucket(gradients: Iterable[int], bucket_bytes: int) -> int:

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from lowbit_optim import _checkpoint, _saved
 
-from . import checkpoints, conversion, distributed
+from . import checkpoints, conversion
 from .checkpoints import Found
 from .errors import Refused, plural
 from .headers import read_header
@@ -64,6 +64,8 @@ def inspect(path: Path) -> list[Report]:
         Refused: if it is none of them, or asks for code to be run.
     """
     if path.is_dir():
+        from . import distributed  # torch.distributed takes a second to import
+
         stored = distributed.read(path)
         return [
             _listed(f"a distributed checkpoint (DCP) of {plural(len(stored), 'tensor')}", stored)

@@ -2,7 +2,6 @@
 
 import importlib.metadata
 import json
-import os
 import re
 import subprocess
 import sys
@@ -19,18 +18,16 @@ from typer import testing
 import lowbit_optim_cli
 from lowbit_optim_cli import comparison
 from lowbit_optim_cli.app import app
-from test_cli_estimate import refused, run
+from test_cli_estimate import ENV, ROOT, refused, run
 
-ROOT = Path(__file__).resolve().parent.parent
 COMMANDS = ("estimate", "inspect", "convert", "doctor", "compare")
 
 
 def python(script):
     """What a fresh interpreter says of a script, run outside of the checkout."""
-    path = os.pathsep.join(map(str, (ROOT, ROOT / "kernels")))
     return subprocess.run(
-        [sys.executable, "-c", script], env={**os.environ, "PYTHONPATH": path}, cwd=ROOT.anchor,
-        capture_output=True, text=True, check=False,
+        [sys.executable, "-c", script], env=ENV, cwd=ROOT.anchor, capture_output=True, text=True,
+        check=False,
     )  # fmt: skip
 
 
@@ -82,11 +79,10 @@ def test_the_entry_point_runs():
     beside = Path(sys.executable).with_name("lowbit-optim")
     if scripts and beside.exists():
         command = [str(beside)]
-    path = os.pathsep.join(map(str, (ROOT, ROOT / "kernels")))
     for arguments, code in ((["estimate", "64x64", "--json"], 0), (["estimate", "64xx"], 2)):
         done = subprocess.run(
-            [*command, *arguments], env={**os.environ, "PYTHONPATH": path}, cwd=ROOT.anchor,
-            capture_output=True, text=True, check=False,
+            [*command, *arguments], env=ENV, cwd=ROOT.anchor, capture_output=True, text=True,
+            check=False,
         )  # fmt: skip
         assert done.returncode == code
         assert "Traceback" not in done.stderr

@@ -7,10 +7,12 @@ run without a CUDA device, so its layout is read in its source and marked so.
 import pytest
 import torch
 
+import lowbit_optim
 from benchmarks.common import measure
 from footprint_models import MODELS
 from lowbit_optim_cli import optimizers
 from lowbit_optim_cli.footprint import footprint
+from test_cli_checkpoints import assert_equal, converted, inspected
 from test_cli_footprint import DTYPES, SHAPES, weights_of
 
 ROWS = [row for row in optimizers.layouts(bf16=True) if not row.own]
@@ -61,3 +63,20 @@ def test_a_model_has_the_bytes_of_the_arithmetic(row):
 def test_only_what_cannot_run_here_is_marked_as_documented():
     assert {row.library for row in ROWS if row.documented} == {"flashoptim"}
     assert {row.library for row in ROWS if not row.documented} == set(MODULES)
+
+
+@pytest.mark.parametrize("name", ["AdamW8bit", "AdamW4bit", "AdamWFp8"])
+def test_checkpoints_of_torchao_are_inspected_and_converted(tmp_path, name):
+    """Its tensors are of classes of its own, which torch reads once torchao is imported."""
+    (row,) = (row for row in ROWS if row.name == name and row.library == "torchao")
+    saved = with_state(row, [(64, 256), (10,)], "fp32").state_dict()
+    torch.save({"optimizer": saved}, tmp_path / "run.pt")
+    (state,) = inspected(tmp_path / "run.pt")
+    assert state["summary"].startswith("torchao (the optimizer is not named in it), 2 parameters")
+    arguments = ("--to", "lowbit", "--optimizer", "AdamW")
+    ours = converted(tmp_path / "run.pt", tmp_path / "ours.pt", *arguments)
+    assert ours["state"][0]["exp_avg"].dtype == torch.uint8
+    fresh = lowbit_optim.AdamW8bit([torch.nn.Parameter(torch.zeros(s)) for s in [(64, 256), (10,)]])
+    with pytest.warns(UserWarning, match="converts a state_dict of torchao"):
+        fresh.load_state_dict(saved)
+    assert_equal(ours["state"], fresh.state_dict()["state"])
