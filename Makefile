@@ -6,14 +6,17 @@
 #   make test JOBS=0              in one process, for a debugger
 #   make test PY=python3          no .venv: an environment of your own, as it is
 #   make demo TORCH_ARGS="..."    more arguments for `pip install torch`: the index of another build
+#   make release PYTHON=python3.10 RELEASE_ARGS="torch==2.7.* numba==0.61.*"    the oldest versions
 
 PYTHON ?= python3
 ARGS ?=
 JOBS ?= 2
 TORCH_ARGS ?=
+RELEASE_ARGS ?= --constraint constraints.txt
 VENV := .venv
 PY := $(VENV)/bin/python
 PIP := $(PY) -m pip --disable-pip-version-check --quiet
+RELEASE := $(VENV)/release
 CONSTRAINED := install --constraint constraints.txt
 
 # With PY on the command line there is nothing to create.
@@ -33,7 +36,7 @@ GPU_TESTS := tests/test_gpu.py tests/test_triton.py tests/test_triton_passes.py 
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test test-all peers frameworks lint format types docs wheel gpu-check bench clean
+.PHONY: help demo test test-all peers frameworks lint format types docs release gpu-check bench clean
 
 help:  ## list the targets
 	@$(PYTHON) -c 'import re; print("\n".join("%-10s %s" % t for t in re.findall(r"(?m)^([a-z-]+):.*?## +(.*)", open("Makefile").read())))'
@@ -68,14 +71,18 @@ types: $(DEV)  ## check types
 docs: $(DOCS)  ## build the documentation into site/
 	NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --strict --quiet
 
-wheel: $(DEV)  ## build the wheel into dist/ and import it from another directory
-	rm -rf build dist $(VENV)/wheel
-	$(PY) -m pip --quiet wheel --no-index --no-deps --no-build-isolation --wheel-dir dist .
-	$(PY) -m pip --quiet install --no-index --no-deps --target $(VENV)/wheel dist/*.whl
-	rm -rf build
-	$(PY) -c 'import os; os.chdir("$(VENV)/wheel"); \
-	import lowbit_optim, lowbit_optim_cli, lowbit_optim_kernels; \
-	[print(m.__file__) for m in (lowbit_optim, lowbit_optim_cli, lowbit_optim_kernels)]'
+release: $(DEV)  ## build sdist and wheel, install the wheel into a clean environment and use it there
+	rm -rf build dist $(RELEASE)
+	$(PY) -c 'from setuptools.build_meta import build_sdist; build_sdist("dist")'
+	$(PIP) wheel --no-index --no-deps --no-build-isolation --wheel-dir dist dist/*.tar.gz
+	$(PYTHON) -m venv $(RELEASE)
+	$(RELEASE)/bin/python -m pip --disable-pip-version-check --quiet install \
+	  $(TORCH_ARGS) $(RELEASE_ARGS) "$$(echo dist/*.whl)[cli]"
+	cp tests/user_program.py $(RELEASE)
+	cd $(RELEASE) && bin/python -I user_program.py
+	cd $(RELEASE) && bin/lowbit-optim estimate 4096x4096,4096 --gpu 24GB
+	cd $(RELEASE) && $(abspath $(PY)) -m mypy --strict --untyped-calls-exclude=torch --config-file= \
+	  --python-executable bin/python --cache-dir=cache user_program.py
 
 bench: $(DEV)  ## measure speed and memory
 	$(PY) -m benchmarks.speed.cpu $(ARGS)

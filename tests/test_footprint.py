@@ -7,25 +7,82 @@ import pytest
 import torch
 
 import lowbit_optim
-from benchmarks.speed import memory_worker
+from benchmarks.common import registry
+from benchmarks.footprint import estimate, networks, worker
 from benchmarks.static import footprint
 from test_benchmarks import run
 
 ROOT = Path(__file__).resolve().parent.parent
+CPU = torch.device("cpu")
 
 
-@pytest.mark.parametrize("name", memory_worker.OPTIMIZERS)
-def test_a_released_step_keeps_no_gradient(name):
-    model = memory_worker.bf16_gpt(width=64, layers=1)
-    optimizer = memory_worker.build(name, model.parameters(), 24)
-    handle = lowbit_optim.release_gradients(optimizer, model, bucket_bytes=0)
-    tokens = torch.arange(memory_worker.CONTEXT)[None]
-    model(tokens).float().sum().backward()
-    assert all(p.grad is None for p in model.parameters())
-    assert len(optimizer.state) == len(list(model.parameters()))
-    handle.remove()
-    found = memory_worker.run(name, 24, True, 1 << 26, width=64, layers=1)
-    assert found["state"] == found["state_counted"]
+def case(name, **options):
+    """What is weighed of the smallest GPT-2 with bf16 weights."""
+    given = {"dtype": "bfloat16", "bits": None, "released": False, "steps": 2, **options}
+    return worker.Case("gpt2", "tiny", name, bucket_bytes=0, **given)
+
+
+@pytest.mark.parametrize(
+    ("name", "format"),
+    [
+        ("AdamW8bit", "dynamic8"),
+        ("Lion8bit-ratio8", "ratio8"),
+        ("LAMB4bit", "ratio4"),
+        ("LARS32bit-paper", "float32"),
+        ("torch.optim.AdamW-foreach", "as weights"),
+        ("torchao.AdamW4bit", "4 bits"),
+        ("bitsandbytes.AdEMAMix8bit", "dynamic8"),
+        ("flashoptim.FlashLion", "8 bits"),
+    ],
+)
+def test_each_optimizer_has_its_own_arithmetic(name, format):
+    source = case(name).source()
+    layout = estimate.layout(source, True, None)
+    assert (layout.name, layout.format) == (source.cls, format)
+
+
+def test_no_arithmetic_for_what_is_set_otherwise():
+    assert estimate.layout(case("LearnedGradient8bit").source(), False, None) is None
+    assert estimate.layout(case("optimi.AdamW").source(), False, None) is None
+
+
+def test_what_a_training_keeps():
+    with lowbit_optim.use_engine("torch"):  # which has nothing to compile
+        whole = worker.train(case("AdamW8bit", bits=24), CPU, 2)
+        released = worker.train(case("AdamW8bit", bits=24, released=True), CPU, 2)
+    assert whole["weights"] == whole["gradients"] == 2 * whole["params"] == 2 * 67_520
+    assert whole["state"] == whole["estimated_state"]
+    if whole["peak"] is not None:
+        assert whole["peak"] >= whole["first_peak"] > 0
+        assert whole["temporary"] >= 0
+    assert released["gradients"] == 2 * 64 * 256  # of the largest tensor
+    assert released["temporary"] is None
+    assert released["loss"] == whole["loss"]
+
+
+@pytest.mark.parametrize(("name", "count"), [("gpt2", 124_439_808), ("resnet50", 25_557_032)])
+def test_networks_have_the_parameters_of_the_published_ones(name, count):
+    model = networks.NETWORKS[name]["full"].build(torch.bfloat16, torch.device("meta"))
+    assert sum(p.numel() for p in model.parameters()) == count
+    assert {p.dtype for p in model.parameters()} == {torch.bfloat16}
+    assert torch.get_default_dtype() == torch.float32
+
+
+def test_another_library_that_refuses_is_left_out(capsys, monkeypatch):
+    def refuse(params, lr):
+        raise NotImplementedError("needs a GPU\nof any make")
+
+    for peer, event in (("absent", "left out"), (None, None)):
+        entry = registry.Entry("Peer", refuse, peer=peer)
+        monkeypatch.setattr(registry, "weighed", lambda entry=entry: {"Peer": entry})
+        spec = {"case": vars(case("Peer")), "device": "cpu", "threads": torch.get_num_threads()}
+        if event is None:
+            with pytest.raises(NotImplementedError):
+                worker.main(spec)
+        else:
+            worker.main(spec)
+            said = json.loads(capsys.readouterr().out)
+            assert said == {"event": event, "why": "NotImplementedError: needs a GPU"}
 
 
 def test_the_page_has_the_tables():
@@ -34,27 +91,92 @@ def test_the_page_has_the_tables():
         assert f"\n\n{footprint.markdown(rows())}\n\n" in page
 
 
-def test_the_pages_have_the_measured_tables():
-    for program, name in (("speed.memory", "memory"), ("quality.weights", "bf16_weights")):
-        made = pytest.importorskip(f"benchmarks.{program}")
-        result = ROOT / "benchmarks" / "results" / f"{program.partition('.')[2]}.json"
-        table = made.markdown(json.loads(result.read_text(encoding="utf-8")))
-        page = (ROOT / "docs" / f"{name}.md").read_text(encoding="utf-8")
-        assert f"\n\n{table}\n\n" in page
+PUBLISHED = pytest.mark.parametrize(
+    "name", ["footprint", "footprint_bf16", "footprint_resnet50", "footprint_100"]
+)
 
 
-def test_memory_weighs_each_configuration(tmp_path):
-    program = pytest.importorskip("benchmarks.speed.memory")
+@PUBLISHED
+def test_the_arithmetic_has_the_state_that_was_measured(name):
+    """Byte for byte, of every optimizer that has arithmetic, other libraries' too."""
+    written = json.loads((ROOT / "benchmarks" / "results" / f"{name}.json").read_text())
+    assert written["rows"]
+    models = {}
+    for row in written["rows"]:
+        weighed = worker.Case(**{field: row[field] for field in worker.Case.__dataclass_fields__})
+        network, dtype = networks.NETWORKS[row["network"]][row["size"]], row["dtype"]
+        if (network, dtype) not in models:
+            models[network, dtype] = network.build(getattr(torch, dtype), torch.device("meta"))
+        params = list(models[network, dtype].parameters())
+        estimated = estimate.state_bytes(weighed.source(), params, row["bits"])
+        assert estimated in (None, row["state"]), row["optimizer"]
+        assert estimated is not None or row["optimizer"].startswith("optimi.")
+
+
+@PUBLISHED
+def test_the_page_of_whole_trainings_has_its_tables(name):
+    tables = pytest.importorskip("benchmarks.footprint.tables")
+    written = json.loads((ROOT / "benchmarks" / "results" / f"{name}.json").read_text())
+    page = (ROOT / "docs" / "footprint.md").read_text(encoding="utf-8")
+    for key in tables.groups(written):
+        assert f"\n\n{tables.markdown(written, key)}\n\n" in page
+    assert f"`{written['command']}`" in page
+
+
+def test_the_page_of_bf16_weights_has_its_table():
+    made = pytest.importorskip("benchmarks.quality.weights")
+    result = ROOT / "benchmarks" / "results" / "weights.json"
+    table = made.markdown(json.loads(result.read_text(encoding="utf-8")))
+    page = (ROOT / "docs" / "bf16_weights.md").read_text(encoding="utf-8")
+    assert f"\n\n{table}\n\n" in page
+
+
+def test_footprint_weighs_a_training(tmp_path):
+    pytest.importorskip("matplotlib")
+    program = pytest.importorskip("benchmarks.footprint.__main__")
     result = run(
-        program, "--optimizer", "AdamW4bit", "--bits", 24, "--width", 64, "--layers", 1,
-        "--threads", 1, "--out", tmp_path,
+        program, "--network", "gpt2", "--size", "tiny", "--optimizer", "torch.optim.SGD",
+        "--steps", 2, "--threads", 1, "--out", tmp_path,
     )  # fmt: skip
     assert result.exit_code == 0, result.output
-    whole, released = json.loads((tmp_path / "memory.json").read_text())["rows"]
-    assert whole["gradients"] == released["gradients"] == whole["weights"] == 2 * whole["params"]
-    again = run(program, "--markdown", tmp_path / "memory.json")
-    assert again.output.count("`AdamW4bit` | 24 |") == 2
-    assert "unknown optimizer 'SGD'" in run(program, "--optimizer", "SGD").output
+    (row,) = json.loads((tmp_path / "footprint.json").read_text())["rows"]
+    assert row["weights"] == row["gradients"] == 4 * row["params"]
+    assert row["error"] < 1e-9
+    assert (tmp_path / "footprint.png").read_bytes()[:4] == b"\x89PNG"
+    again = run(program, "--markdown", tmp_path / "footprint.json")
+    assert "| `torch.optim.SGD` | 0.3 |" in again.output
+
+
+@pytest.mark.parametrize(
+    ("flag", "value"),
+    [("--optimizer", "Sgd"), ("--network", "vit"), ("--size", "huge"), ("--dtype", "fp16")],
+)
+def test_footprint_refuses_what_it_does_not_know(flag, value):
+    program = pytest.importorskip("benchmarks.footprint.__main__")
+    result = run(program, flag, value)
+    assert result.exit_code == 2
+    assert f"unknown {flag[2:]} '{value}'; there are: " in " ".join(result.output.split())
+
+
+def test_footprint_goes_on_after_one_that_fails(tmp_path, monkeypatch):
+    pytest.importorskip("matplotlib")
+    program = pytest.importorskip("benchmarks.footprint.__main__")
+
+    def stream(module, spec, threads, extra):
+        if spec["case"]["optimizer"] == "AdamW8bit":
+            raise RuntimeError("killed")
+        yield {"event": "weighed", **worker.train(worker.Case(**spec["case"]), CPU, 1)}
+
+    monkeypatch.setattr(program.worker, "stream", stream)
+    result = run(
+        program, "--network", "gpt2", "--size", "tiny", "--optimizer", "AdamW8bit",
+        "--optimizer", "torch.optim.SGD", "--out", tmp_path,
+    )  # fmt: skip
+    assert result.exit_code == 1
+    assert "not weighed: AdamW8bit: killed" in result.output
+    written = json.loads((tmp_path / "footprint.json").read_text())
+    assert [row["optimizer"] for row in written["rows"]] == ["torch.optim.SGD"]
+    assert written["rows"][0]["state"] == written["rows"][0]["estimated_state"] > 0
 
 
 def test_weights_are_compared(tmp_path):

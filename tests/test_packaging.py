@@ -46,11 +46,6 @@ def name_of(path):
     return str(path.relative_to(ROOT))
 
 
-def project_version():
-    text = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
-    return re.search(r'^version = "(.+)"$', text, re.MULTILINE).group(1)
-
-
 def python(script):
     """Run a script in a fresh interpreter, outside the checkout, and return what it prints."""
     path = os.pathsep.join(str(folder.parent) for folder in PACKAGES.values())
@@ -83,16 +78,17 @@ def test_is_typed(name):
     assert (PACKAGES[name] / "py.typed").exists()
 
 
-def test_version_agrees():
-    assert lowbit_optim.__version__ == project_version()
-
-
 def test_installed_version_agrees():
     try:
         installed = importlib.metadata.version("lowbit_optim")
     except importlib.metadata.PackageNotFoundError:
         pytest.skip("runs from the checkout, not installed")
-    assert installed == project_version()
+    assert installed == lowbit_optim.__version__
+
+
+def test_citation_has_the_version():
+    citation = (ROOT / "CITATION.cff").read_text(encoding="utf-8")
+    assert f"\nversion: {lowbit_optim.__version__}\n" in citation
 
 
 @pytest.mark.parametrize(("name", "given"), exports())
@@ -158,21 +154,21 @@ def test_wheel(tmp_path):
         check=True,
     )
     (wheel,) = tmp_path.glob("*.whl")
-    assert wheel.name == f"lowbit_optim-{project_version()}-py3-none-any.whl"
+    assert wheel.name == f"lowbit_optim-{lowbit_optim.__version__}-py3-none-any.whl"
     files = zipfile.ZipFile(wheel).namelist()
     for name, folder in PACKAGES.items():
         sources = {f"{name}/{path.relative_to(folder)}" for path in folder.rglob("*.py")}
         packed = {file for file in files if file.startswith(f"{name}/")}
         assert packed == sources | {f"{name}/py.typed"}
-    allowed = (*PACKAGES, f"lowbit_optim-{project_version()}.dist-info")
+    allowed = (*PACKAGES, f"lowbit_optim-{lowbit_optim.__version__}.dist-info")
     assert {file.split("/")[0] for file in files} == set(allowed)
 
 
 # A program starts its workers itself.
 PROGRAMS = [
-    name_of(path).removesuffix(".py").replace(os.sep, ".")
+    name_of(path).removesuffix(".py").replace(os.sep, ".").removesuffix(".__main__")
     for path in (ROOT / "benchmarks").rglob("*.py")
-    if "__main__" in path.read_text(encoding="utf-8") and not path.stem.endswith("_worker")
+    if "__main__" in path.read_text(encoding="utf-8") and not path.stem.endswith("worker")
 ]
 
 

@@ -61,6 +61,13 @@ def resident_bytes() -> int | None:
     return _status("VmRSS")
 
 
+def held_bytes(device: torch.device) -> int | None:
+    """Bytes that tensors take on the GPU now, or that are resident on the CPU."""
+    if device.type == "cuda":
+        return torch.cuda.memory_allocated(device)
+    return resident_bytes()
+
+
 def reset_peak(device: torch.device) -> None:
     """Start a new maximum: the peak counts from here."""
     if device.type == "cuda":

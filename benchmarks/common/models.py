@@ -1,6 +1,8 @@
-"""The networks that the comparison trains."""
+"""The networks that the benchmarks train."""
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 import torch
 from torch import nn
@@ -10,12 +12,12 @@ from torch.nn import functional as F
 class Block(nn.Module):
     """Pre-norm transformer block with causal attention."""
 
-    def __init__(self, width: int, heads: int, expansion: int) -> None:
+    def __init__(self, width: int, heads: int, expansion: int, bias: bool = False) -> None:
         super().__init__()
         self.heads = heads
         self.norm1 = nn.LayerNorm(width)
-        self.qkv = nn.Linear(width, 3 * width, bias=False)
-        self.out = nn.Linear(width, width, bias=False)
+        self.qkv = nn.Linear(width, 3 * width, bias=bias)
+        self.out = nn.Linear(width, width, bias=bias)
         self.norm2 = nn.LayerNorm(width)
         self.up = nn.Linear(width, expansion * width)
         self.down = nn.Linear(expansion * width, width)
@@ -61,6 +63,78 @@ class ByteGPT(nn.Module):
         for block in self.blocks:
             x = block(x)
         return self.head(self.norm(x))
+
+
+class GPT2(nn.Module):
+    """GPT-2 (Radford et al., 2019), its output layer tied; by default the small one.
+
+    That has 124,439,808 parameters, of the released model's shapes but for the order of a matrix's
+    dimensions.
+    """
+
+    def __init__(
+        self,
+        vocabulary: int = 50257,
+        positions: int = 1024,
+        width: int = 768,
+        layers: int = 12,
+        heads: int = 12,
+    ) -> None:
+        super().__init__()
+        self.token = nn.Embedding(vocabulary, width)
+        self.position = nn.Embedding(positions, width)
+        self.blocks = nn.Sequential(*(Block(width, heads, 4, bias=True) for _ in range(layers)))
+        self.norm = nn.LayerNorm(width)
+        for module in self.modules():
+            if isinstance(module, (nn.Linear, nn.Embedding)):
+                nn.init.normal_(module.weight, std=0.02)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.token(tokens) + self.position.weight[: tokens.shape[1]]
+        return F.linear(self.norm(self.blocks(x)), self.token.weight)
+
+
+def _convolution(wide: int, width: int, size: int, stride: int = 1) -> nn.Sequential:
+    """Convolution that keeps the image's size but for the stride, and its normalization."""
+    convolution = nn.Conv2d(wide, width, size, stride, padding=size // 2, bias=False)
+    return nn.Sequential(convolution, nn.BatchNorm2d(width))
+
+
+class Bottleneck(nn.Module):
+    """Residual block of three convolutions, with a projection where the shape changes."""
+
+    def __init__(self, wide: int, width: int, stride: int) -> None:
+        super().__init__()
+        self.body = nn.Sequential(
+            _convolution(wide, width, 1), nn.ReLU(), _convolution(width, width, 3, stride),
+            nn.ReLU(), _convolution(width, 4 * width, 1),
+        )  # fmt: skip
+        same = stride == 1 and wide == 4 * width
+        self.skip = nn.Identity() if same else _convolution(wide, 4 * width, 1, stride)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return F.relu(self.skip(x) + self.body(x))
+
+
+class ResNet(nn.Module):
+    """ResNet (He et al., arXiv:1512.03385); the defaults are ResNet-50, 25,557,032 parameters."""
+
+    def __init__(
+        self, blocks: Sequence[int] = (3, 4, 6, 3), width: int = 64, classes: int = 1000
+    ) -> None:
+        super().__init__()
+        layers = [_convolution(3, width, 7, 2), nn.ReLU(), nn.MaxPool2d(3, 2, padding=1)]
+        wide = width
+        for stage, count in enumerate(blocks):
+            for block in range(count):
+                stride = 2 if stage and not block else 1
+                layers.append(Bottleneck(wide, width << stage, stride))
+                wide = 4 * (width << stage)
+        self.features = nn.Sequential(*layers)
+        self.head = nn.Linear(wide, classes)
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        return self.head(self.features(images).mean((2, 3)))
 
 
 def _he_init(model: nn.Sequential) -> nn.Module:

@@ -1,4 +1,4 @@
-"""The loss curves of a comparison, and the intervals of an equivalence test."""
+"""The figures of the benchmarks: curves, intervals and bars of memory."""
 
 from __future__ import annotations
 
@@ -12,6 +12,10 @@ from benchmarks.common.intervals import bits
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
+
+# Of a bar of memory: colours that the colour-blind tell apart, the last one paler.
+_PARTS = ("weights", "gradients", "state")
+_COLOURS = ("#4477aa", "#66ccee", "#ee6677", "#cccccc")
 
 
 def _smooth(losses: np.ndarray) -> np.ndarray:
@@ -146,5 +150,36 @@ def fine_tuning(path: Path, report: Mapping[str, object]) -> None:
             )
         panel.set(title=f"learning rate {rate}", xlabel="step", ylabel="training loss (nats)")
         panel.legend()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=110)
+
+
+def footprint(path: Path, panels: Mapping[str, list[Mapping[str, object]]]) -> None:
+    """Write a PNG of memory: a panel a network, a bar an optimizer, in MiB.
+
+    Args:
+        path: of the file.
+        panels: by title the bars: `label`, `weights`, `gradients`, `state` and `peak`, in bytes.
+    """
+    bars = max(len(rows) for rows in panels.values())
+    figure = _figure(8.5 * len(panels), 1.2 + 0.24 * bars)
+    for panel, (title, rows) in zip(
+        figure.subplots(1, len(panels), squeeze=False)[0], panels.items(), strict=True
+    ):
+        places, left = range(len(rows)), np.zeros(len(rows))
+        parts = {key: np.array([row[key] for row in rows]) / 2**20 for key in _PARTS}
+        if all(row["peak"] is not None for row in rows):
+            peaks = np.array([row["peak"] for row in rows]) / 2**20
+            parts["activations and what a step needs for a moment"] = np.maximum(
+                0, peaks - sum(parts.values())
+            )
+        for (name, sizes), colour in zip(parts.items(), _COLOURS, strict=False):
+            panel.barh(places, sizes, left=left, label=name, color=colour, height=0.75)
+            left = left + sizes
+        panel.set_yticks(places, [row["label"] for row in rows], fontsize=8)
+        panel.invert_yaxis()
+        panel.margins(y=0.01)
+        panel.set(title=title, xlabel="MiB")
+    figure.legend(*panel.get_legend_handles_labels(), loc="outside lower center", ncols=4)
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=110)

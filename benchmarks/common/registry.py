@@ -36,6 +36,11 @@ class Source:
         """The package that has to be installed."""
         return self.module.partition(".")[0]
 
+    @property
+    def name(self) -> str:
+        """Another library's class as a table shows it: "torchao.AdamW8bit", "torch.optim.SGD"."""
+        return f"{self.module if self.library == 'torch' else self.library}.{self.cls}"
+
     def __call__(self, params: Iterable[torch.nn.Parameter], lr: float) -> torch.optim.Optimizer:
         module = importlib.import_module(self.module)
         preset = module.LARS_PRESETS[self.preset] if self.preset else {}
@@ -81,6 +86,7 @@ class Row:
         cpu_peers: other libraries' 8-bit forms that run on CPUs.
         gpu_peers: what it is timed beside on GPUs; None if it is not timed there.
         gpu_options: what replaces options there, as its peers have it.
+        weighed: further optimizers of other libraries whose memory `footprint` sets beside it.
         default_of: programs that take few optimizers unless told which, and take this: the tasks of
             `compare`, "first step" and "32-bit step" of `speed.cpu`, "kinds".
         four: whether it comes in 4 bits.
@@ -97,6 +103,7 @@ class Row:
     cpu_peers: tuple[Source, ...] = ()
     gpu_peers: tuple[Source, ...] | None = None
     gpu_options: Mapping[str, object] = field(default_factory=dict)
+    weighed: tuple[Source, ...] = ()
     default_of: tuple[str, ...] = ()
     four: bool = False
     forms: tuple[Form, ...] = ()
@@ -120,6 +127,11 @@ class Row:
         """Its factory in these bits."""
         given = {**self.options, **options}
         return Source("lowbit_optim", f"{self.cls}{bits}bit", given, self.preset)
+
+    def peers(self) -> Iterator[Entry]:
+        """An entry for each optimizer of another library that is named with it."""
+        for source in (*self.cpu_peers, *(self.gpu_peers or ()), *self.weighed):
+            yield Entry(source.name, source, self.lr or {}, sign=self.sign, peer=source.library)
 
 
 @dataclass(frozen=True)
@@ -188,17 +200,25 @@ STORED = (
 )
 DECAY, NO_DECAY = {"weight_decay": 0.01}, {"weight_decay": 0.0}
 ADAMW_PEERS = (Source("bitsandbytes.optim", "AdamW8bit"), Source("torchao.optim", "AdamW8bit"))
+ADAMW_WEIGHED = (
+    Source("bitsandbytes.optim", "AdamW32bit"), Source("torchao.optim", "AdamW4bit"),
+    Source("torchao.optim", "AdamWFp8"), Source("optimi", "AdamW"),
+)  # fmt: skip
+SGD_WEIGHED = (
+    Source("bitsandbytes.optim", "SGD8bit", MOMENTUM), Source("flashoptim", "FlashSGD", MOMENTUM),
+    Source("optimi", "SGD", MOMENTUM),
+)  # fmt: skip
 
 ROWS = (
     Row("AdamW", ADAM_LR, beside="AdamW", aim=1.0, cpu_peers=ADAMW_PEERS,
         gpu_peers=(Source("torch.optim", "AdamW", {"fused": True}), *ADAMW_PEERS,
                    Source("flashoptim", "FlashAdamW")),
-        default_of=("gpt", "digits", "first step", "32-bit step", "kinds"), forms=STORED,
-        four=True),
+        weighed=ADAMW_WEIGHED, forms=STORED, four=True,
+        default_of=("gpt", "digits", "first step", "32-bit step", "kinds")),
     Row("AdamW-amsgrad", None, {"amsgrad": True}),
     Row("Adam", ADAM_LR, beside="Adam", four=True),
     Row("SGD", {"gpt": 0.2, "mnist": 0.1, "digits": 0.1}, MOMENTUM, beside="SGD", aim=1.3,
-        default_of=("kinds",)),
+        weighed=SGD_WEIGHED, default_of=("kinds",)),
     Row("LARS", {"gpt": 10.0, "mnist": 20.0, "digits": 3.0}, MOMENTUM, "paper",
         beside="SGD", aim=2.0,
         gpu_peers=(Source("torch.optim", "SGD", {"fused": True, **MOMENTUM}),
@@ -215,12 +235,16 @@ ROWS = (
     # of twice fused AdamW.
     Row("Lion", {"gpt": 1e-3, "mnist": 1e-3, "digits": 1e-3}, DECAY, beside="SGD", aim=1.5,
         sign=True, gpu_options=NO_DECAY,
-        gpu_peers=(Source("bitsandbytes.optim", "Lion8bit"), Source("flashoptim", "FlashLion"))),
-    Row("RMSprop", {"gpt": 1e-3, "mnist": 3e-3, "digits": 3e-3}, beside="AdamW", aim=2.0),
-    Row("Adagrad", {"gpt": 1e-2, "mnist": 3e-2, "digits": 3e-2}, beside="AdamW", aim=2.0),
+        gpu_peers=(Source("bitsandbytes.optim", "Lion8bit"), Source("flashoptim", "FlashLion")),
+        weighed=(Source("optimi", "Lion"),)),
+    Row("RMSprop", {"gpt": 1e-3, "mnist": 3e-3, "digits": 3e-3}, beside="AdamW", aim=2.0,
+        weighed=(Source("torch.optim", "RMSprop"), Source("bitsandbytes.optim", "RMSprop8bit"))),
+    Row("Adagrad", {"gpt": 1e-2, "mnist": 3e-2, "digits": 3e-2}, beside="AdamW", aim=2.0,
+        weighed=(Source("torch.optim", "Adagrad"), Source("bitsandbytes.optim", "Adagrad8bit"))),
     Row("ADOPT", ADAM_LR, beside="AdamW"),
     Row("ScheduleFreeAdamW", {"digits": 1e-2}),
-    Row("AdEMAMix", ADAM_LR, beside="AdamW", aim=3.0),
+    Row("AdEMAMix", ADAM_LR, beside="AdamW", aim=3.0,
+        weighed=(Source("bitsandbytes.optim", "AdEMAMix8bit"),)),
     Row("Eve", ADAM_LR, beside="AdamW", aim=3.0, four=True),
     Row("Cain", CAIN_LR),
     Row("LearnedGradient", CAIN_LR, {"max_size": 512}),
@@ -251,7 +275,7 @@ def _entries() -> Iterator[Entry]:
     for row in trained:
         for source in row.cpu_peers:
             # Without a 32-bit twin on the CPU; torch's class is its judge.
-            yield Entry(f"{source.library}.{source.cls}", source, row.lr,
+            yield Entry(source.name, source, row.lr,
                         f"torch.optim.{row.name}", **_speed(row), peer=source.library)  # fmt: skip
 
 
@@ -261,6 +285,13 @@ def _speed(row: Row) -> dict[str, str]:
 
 
 REGISTRY: dict[str, Entry] = {entry.name: entry for entry in _entries()}
+
+
+def weighed() -> dict[str, Entry]:
+    """What `footprint` weighs, by name: every entry but those of bf16 weights, and all peers."""
+    entries = [entry for entry in REGISTRY.values() if entry.dtype == torch.float32]
+    peers = (peer for row in ROWS for peer in row.peers() if peer.name not in REGISTRY)
+    return {entry.name: entry for entry in (*entries, *peers)}
 
 
 def aimed() -> list[str]:
@@ -273,17 +304,17 @@ def default_of(program: str) -> list[Row]:
     return [row for row in ROWS if program in row.default_of]
 
 
-def select(names: Iterable[str]) -> list[Entry]:
-    """The entries of these names, in this order, each once.
+def select(names: Iterable[str], entries: Mapping[str, Entry] | None = None) -> list[Entry]:
+    """The entries of these names, in this order, each once; those of the registry unless given.
 
     Raises:
         ValueError: a name is not in the registry, or its library is not installed.
     """
-    chosen = {}
+    chosen, entries = {}, REGISTRY if entries is None else entries
     for name in names:
-        if name not in REGISTRY:
-            raise ValueError(f"unknown optimizer {name!r}; there are: {', '.join(REGISTRY)}")
-        entry = REGISTRY[name]
+        if name not in entries:
+            raise ValueError(f"unknown optimizer {name!r}; there are: {', '.join(entries)}")
+        entry = entries[name]
         if not entry.available():
             raise ValueError(f"optimizer {name!r} needs {entry.peer}, which is not installed")
         chosen[name] = entry

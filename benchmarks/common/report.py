@@ -18,7 +18,7 @@ RESULTS = Path(__file__).resolve().parents[1] / "results"
 LOCAL = RESULTS / "local"
 _DISTRIBUTIONS = (
     "lowbit_optim", "torch", "numba", "triton", "numpy", "mlxtend", "scikit-learn",
-    "bitsandbytes", "torchao",
+    "bitsandbytes", "torchao", "flashoptim", "torch-optimi",
 )  # fmt: skip
 
 

@@ -1,0 +1,82 @@
+"""The networks whose training is weighed: each in three sizes, with what one batch of it is."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from benchmarks.common import models
+
+CPU = torch.device("cpu")
+
+
+@dataclass(frozen=True)
+class Network:
+    """A network of one size and the inputs of a batch.
+
+    Attributes:
+        make: the network, in torch's default dtype and on its default device.
+        batch: `(dtype, device) -> inputs, targets`.
+    """
+
+    make: Callable[[], nn.Module]
+    batch: Callable[[torch.dtype, torch.device], tuple[Tensor, Tensor]]
+
+    def build(self, dtype: torch.dtype, device: torch.device = CPU) -> nn.Module:
+        """The network with weights that have never been anything but this dtype."""
+        before = torch.get_default_dtype()
+        torch.set_default_dtype(dtype)
+        try:
+            with device:
+                return self.make()
+        finally:
+            torch.set_default_dtype(before)
+
+
+def loss(model: nn.Module, inputs: Tensor, targets: Tensor) -> Tensor:
+    """Mean cross-entropy, of logits in fp32."""
+    return F.cross_entropy(model(inputs).float().flatten(0, -2), targets.flatten())
+
+
+def _text(vocabulary: int, length: int) -> Callable[..., tuple[Tensor, Tensor]]:
+    """One sequence whose tokens count upwards, each the target of the one before."""
+
+    def batch(dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:
+        tokens = torch.arange(length + 1, device=device)[None] % vocabulary
+        return tokens[:, :-1], tokens[:, 1:]
+
+    return batch
+
+
+def _images(classes: int, size: int) -> Callable[..., tuple[Tensor, Tensor]]:
+    """Two images of noise, one of the first and one of the last class."""
+
+    def batch(dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:
+        generator = torch.Generator().manual_seed(0)
+        images = torch.randn(2, 3, size, size, generator=generator)
+        return images.to(device, dtype), torch.tensor([0, classes - 1], device=device)
+
+    return batch
+
+
+def _gpt2(length: int, **shape: int) -> Network:
+    return Network(lambda: models.GPT2(**shape), _text(shape.get("vocabulary", 50257), length))
+
+
+# Few tokens and small images, so that activations are small beside weights.
+NETWORKS: dict[str, dict[str, Network]] = {
+    "gpt2": {
+        "tiny": _gpt2(8, vocabulary=256, positions=16, width=64, layers=1, heads=2),
+        "small": _gpt2(16, vocabulary=8192, positions=256, width=384, layers=6, heads=6),
+        "full": _gpt2(16),
+    },
+    "resnet50": {
+        "tiny": Network(lambda: models.ResNet((1, 1, 1, 1), 8, 10), _images(10, 64)),
+        "small": Network(lambda: models.ResNet(width=32, classes=100), _images(100, 64)),
+        "full": Network(models.ResNet, _images(1000, 64)),
+    },
+}
