@@ -10,7 +10,7 @@ import numpy as np
 
 from .arithmetic import UNSIGNED, Array, dtype_of
 from .instructions import operation
-from .memory import WARP, FaultError
+from .memory import WARP
 from .parser import Depot, Instruction, Program, Register, UnsupportedError, parse, split, width
 
 if TYPE_CHECKING:
@@ -56,7 +56,7 @@ class Executable:
         return _computing(self, instruction)
 
 
-FLOW = ("bra", "call", "ret", "exit", "bar", "barrier", "trap")
+FLOW = ("bra", "brx", "call", "ret", "exit", "bar", "barrier", "trap")
 
 
 def register(instruction: Instruction, name: str) -> Register:
@@ -89,15 +89,13 @@ def reader(program: Program, instruction: Instruction, name: str, kind: str) -> 
 
 
 def _of_register(found: Register, kind: str, instruction: Instruction) -> Reader:
-    dtype, bits, number = dtype_of(kind), width(kind), found.number
+    dtype, bits = dtype_of(kind), width(kind)
     if bits > found.bits:
         raise UnsupportedError(f".{kind} is wider than a register of {instruction.text}")
     narrow = UNSIGNED[bits] if bits < found.bits else None
 
     def read(machine: Machine) -> Array:
-        value = machine.registers[number]
-        if value is None:
-            raise FaultError(f"a register is read that nothing was written to: {instruction.text}")
+        value = machine.value(found)
         if narrow is not None:
             value = value.astype(narrow)
         return value if value.dtype == dtype else value.view(dtype)
@@ -313,7 +311,7 @@ def _matrix(executable: Executable, instruction: Instruction) -> Step:
 
     def store(machine: Machine) -> None:
         machine.whole_warps(None, instruction.text)
-        values = [machine.spread(machine.registers[one.number]) for one in registers]
+        values = [machine.value(one) for one in registers]
         words = np.stack([x.reshape(-1, WARP) for x in values], axis=1)
         halves = np.ascontiguousarray(words).view(np.uint16).reshape(-1, count, 8, 8)
         halves = halves.swapaxes(2, 3) if transposed else halves

@@ -100,6 +100,13 @@ class Machine:
         """A value for each thread."""
         return value if value.shape == (self.n,) else np.repeat(value, self.n)
 
+    def value(self, of: Register) -> Array:
+        """A register, which may be read before it is written (of a packed word, some bytes)."""
+        found = self.registers[of.number]
+        if found is None:  # as bad as memory that nobody wrote
+            found = ~np.zeros(self.n, UNSIGNED[of.bits])
+        return found
+
     def write(self, into: Register, value: Array) -> None:
         """Give a register of the active threads a value, extended to its width."""
         if into.bits > 1 and value.dtype.itemsize * 8 != into.bits:
@@ -107,11 +114,8 @@ class Machine:
         value = self.spread(value)
         if into.bits > 1:
             value = np.ascontiguousarray(value).view(UNSIGNED[into.bits])
-        old = self.registers[into.number]
         if self.active is not None:
-            if old is None:  # as bad as memory that nobody wrote
-                old = ~np.zeros(self.n, UNSIGNED[into.bits])
-            value = np.where(self.active, value, old)
+            value = np.where(self.active, value, self.value(into))
         self.registers[into.number] = value
 
     @contextmanager
@@ -214,8 +218,7 @@ class Machine:
             step, instruction = self.executable.steps[pc]
             if instruction.guard is not None:
                 predicate, negated = instruction.guard
-                value = self.registers[predicate.number]
-                assert value is not None, instruction.text
+                value = self.value(predicate)
                 active = mask & (~value if negated else value)
                 self.active = None if active.all() else active
             pc += 1
@@ -241,6 +244,8 @@ class Machine:
         if name == "bra":
             function = self.executable.program.function_at(pc - 1)
             self._join(function.labels[operands[0]], active)
+        elif name == "brx":
+            self._jump(instruction, pc, active)
         elif name == "call":
             self._call(instruction, pc, active)
         elif name in ("ret", "exit"):
@@ -256,6 +261,14 @@ class Machine:
             self._release()
         else:
             raise UnsupportedError(f"the emulator knows one barrier of all: {instruction.text}")
+
+    def _jump(self, instruction: Instruction, pc: int, active: Array) -> None:
+        """A branch whose targets are numbered."""
+        function = self.executable.program.function_at(pc - 1)
+        index, table = instruction.operands
+        chosen = self.value(register(instruction, index))
+        for i in np.unique(chosen[active]).tolist():
+            self._join(function.labels[function.tables[table][i]], active & (chosen == i))
 
     def _release(self) -> None:
         """Let the programs go on all of whose threads wait at a barrier."""
@@ -282,9 +295,7 @@ class Machine:
         self.active = active
         arguments = split(given[0][1:-1]) if given else ()
         for parameter, argument in zip(function.parameters, arguments, strict=True):
-            value = self.registers[register(instruction, argument).number]
-            assert value is not None, instruction.text
-            self.write(parameter, value)
+            self.write(parameter, self.value(register(instruction, argument)))
         self.links[name] = np.where(active, pc, self.links.get(name, 0))
         self._join(function.start, active)
 
@@ -300,9 +311,8 @@ class Machine:
             self.active = active & (link == back)
             calling = program.instructions[back - 1]
             if function.result is not None:
-                value = self.registers[function.result.number]
-                assert value is not None, calling.text
-                self.write(register(calling, calling.operands[0].strip("()")), value)
+                into = register(calling, calling.operands[0].strip("()"))
+                self.write(into, self.value(function.result))
             self._join(back, self.active)
 
 

@@ -68,12 +68,14 @@ class Function:
         start: the number of its first instruction in the program.
         parameters, result: where arguments come from, and where what it returns goes.
         labels: numbers of instructions.
+        tables: labels that a computed branch chooses from, by the label of their list.
     """
 
     start: int
     parameters: list[Register] = field(default_factory=list)
     result: Register | None = None
     labels: dict[str, int] = field(default_factory=dict)
+    tables: dict[str, tuple[str, ...]] = field(default_factory=dict)
 
 
 @dataclass
@@ -167,7 +169,7 @@ def _function(program: Program, head: re.Match, text: str, at: int) -> int:
 
 
 def _body(program: Program, function: Function, names: dict, text: str, at: int) -> int:
-    scopes, source = [ChainMap(names)], ""
+    scopes, source, last = [ChainMap(names)], "", ""
     while scopes:
         token = _TOKEN.match(text, at)
         if token is None:
@@ -176,13 +178,15 @@ def _body(program: Program, function: Function, names: dict, text: str, at: int)
         at = token.end()
         statement = " ".join((statement or "").split())
         if label:
-            function.labels[label] = len(program.instructions)
+            function.labels[label], last = len(program.instructions), label
         elif brace == "{":
             scopes.append(scopes[-1].new_child())
         elif brace == "}":
             scopes.pop()
         elif statement.startswith(".loc"):
             source = statement[5:]
+        elif statement.startswith(".branchtargets"):
+            function.tables[last] = split(statement.partition(" ")[2])
         elif statement.startswith("."):
             _declaration(program, scopes[-1], statement)
         elif statement:
