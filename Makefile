@@ -47,6 +47,10 @@ test: $(DEV)  ## run the tests but the slowest
 test-all: $(DEV)  ## run all tests
 	$(PY) -m pytest --numprocesses $(JOBS) $(ARGS)
 
+# Which compiles what other tests interpret.
+emulate: $(DEV)  ## run the compiled GPU kernels in an emulator, without a GPU
+	TRITON_INTERPRET=0 $(PY) -m pytest --numprocesses $(JOBS) tests/emulated $(ARGS)
+
 peers: $(PEERS)  ## compare with the optimizers, names and checkpoints of other libraries
 	$(PY) -m pytest tests/test_peers.py tests/test_peers_checkpoints.py tests/test_bitsandbytes_names.py $(ARGS)
 

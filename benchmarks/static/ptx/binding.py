@@ -16,8 +16,10 @@ from .parser import Depot, Instruction, Program, Register, UnsupportedError, par
 if TYPE_CHECKING:
     from .machine import Machine
 
-SHARED_BASE = 1 << 12  # where the shared memory of a program starts, in its own window
-WINDOWS = {"global": 0, "shared": 1 << 60, "local": 1 << 61}  # of generic addresses
+# Where shared and local memory start: no array of a launch lies there, so that every address is a
+# generic one too.
+SHARED_BASE, LOCAL_BASE = 1 << 12, 1 << 60
+SPACES = ("global", "shared", "local")
 _HINTS = {"L1_evict_last", "L1_evict_first", "L1_no_allocate", "evict_last", "evict_first", "nc"}
 _MATRIX_BYTES = 16  # of a row of a matrix of ldmatrix
 
@@ -42,7 +44,7 @@ class Executable:
 
     def __init__(self, text: str) -> None:
         self.program = parse(text)
-        self.place = dict.fromkeys(WINDOWS, _MATRIX_BYTES)
+        self.place = dict.fromkeys(SPACES, _MATRIX_BYTES)
         self.steps = [Bound(self._bind(i), i) for i in self.program.instructions]
 
     def _bind(self, instruction: Instruction) -> Step | None:
@@ -78,7 +80,7 @@ def reader(program: Program, instruction: Instruction, name: str, kind: str) -> 
     if isinstance(found, Register):
         return _of_register(found, kind, instruction)
     if isinstance(found, Depot):
-        constant = np.array([found.offset], dtype)
+        constant = np.array([LOCAL_BASE + found.offset], dtype)
     elif name == program.shared:
         constant = np.array([SHARED_BASE], dtype)
     elif name.startswith("%"):
@@ -169,8 +171,6 @@ def _address(executable: Executable, instruction: Instruction, text: str, space:
     """A function that gives the addresses of `[base+offset]` as int64."""
     base, _, offset = text.strip("[] ").partition("+")
     kind = "u32" if space == "shared" else "u64"
-    if space == "local" and isinstance(instruction.scope.get(base.strip()), Register):
-        kind = f"u{register(instruction, base.strip()).bits}"
     read = reader(executable.program, instruction, base.strip(), kind)
     distance = int(offset or "0", 0)
     return lambda machine: machine.spread(read(machine).astype(np.int64) + distance)
@@ -181,13 +181,13 @@ def _accessing(executable: Executable, instruction: Instruction) -> Step:
     name, *middle, kind = instruction.opcode
     if middle[:1] == ["param"]:
         return _passing(executable, instruction)
-    space = middle.pop(0) if middle and middle[0] in WINDOWS else "generic"
+    space = middle.pop(0) if middle and middle[0] in SPACES else ""  # of generic addresses
     if set(middle) - _HINTS - {"v2", "v4", "v8"}:
         raise UnsupportedError(f"the emulator does not know the access {instruction.text}")
     target, value = instruction.operands if name == "st" else instruction.operands[::-1]
     names, each = vector(value), width(kind) // 8
     size = each * len(names)
-    for one in WINDOWS if space == "generic" else (space,):
+    for one in (space,) if space else SPACES:
         executable.place[one] = min(executable.place[one], size)
     at = _address(executable, instruction, target, space)
     if name == "st":
@@ -219,18 +219,6 @@ def _passing(executable: Executable, instruction: Instruction) -> Step:
     read = reader(executable.program, instruction, source.strip("[] "), kind)
     into = register(instruction, target.strip("[] "))
     return lambda machine: machine.write(into, read(machine))
-
-
-def _converting_address(executable: Executable, instruction: Instruction) -> Step:
-    """cvta: an address of a space as a generic one, or back."""
-    *how, kind = instruction.opcode[1:]
-    sign = -1 if how[0] == "to" else 1
-    window = sign * WINDOWS[how[-1]]
-    read = reader(executable.program, instruction, instruction.operands[1], kind)
-    into = register(instruction, instruction.operands[0])
-    return lambda machine: machine.write(
-        into, (read(machine).astype(np.int64) + window).astype(UNSIGNED[width(kind)])
-    )
 
 
 def _shuffling(executable: Executable, instruction: Instruction) -> Step:
@@ -266,7 +254,7 @@ def _shuffling(executable: Executable, instruction: Instruction) -> Step:
 
 def _reducing(executable: Executable, instruction: Instruction) -> Step:
     """redux.sync of whole warps."""
-    _, sync, how, kind = instruction.opcode
+    how, kind = instruction.opcode[2:]
     function = {
         "add": np.add, "min": np.minimum, "max": np.maximum, "and": np.bitwise_and,
         "or": np.bitwise_or, "xor": np.bitwise_xor,
@@ -327,7 +315,6 @@ def _matrix(executable: Executable, instruction: Instruction) -> Step:
 _BINDERS: dict[str, Callable[[Executable, Instruction], Step]] = {
     "ld": _accessing,
     "st": _accessing,
-    "cvta": _converting_address,
     "shfl": _shuffling,
     "redux": _reducing,
     "ldmatrix": _matrix,

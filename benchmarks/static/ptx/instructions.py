@@ -275,7 +275,9 @@ def _select(name: str, modifiers: tuple[str, ...], kind: str) -> Operation | Non
 
 
 def _move(name: str, modifiers: tuple[str, ...], kind: str) -> Operation | None:
-    return None if modifiers else Operation(np.copy, (kind,))
+    """mov, and cvta, which changes nothing: a generic address is that of the space."""
+    spaces = ("to", "global", "shared", "local") if name == "cvta" else ()
+    return Operation(np.copy, (kind,)) if _taken(modifiers, spaces) else None
 
 
 def _convert(name: str, modifiers: tuple[str, ...], kind: str) -> Operation | None:
@@ -336,6 +338,6 @@ _MAKERS: dict[str, Callable[[str, tuple[str, ...], str], Operation | None]] = {
     "setp": _setp,
     "set": _set,
     "selp": _select,
-    "mov": _move,
+    **dict.fromkeys(("mov", "cvta"), _move),
     "cvt": _convert,
 }

@@ -5,8 +5,7 @@
     emulation.counters["update"].races
 
 The engine's own plan, tables and launches are used; Triton's driver and launcher are replaced. A
-launch may address its arguments and the tensors of the step, and nothing else. Triton must not have
-been imported with TRITON_INTERPRET set.
+launch may address its arguments and the tensors of the step, and nothing else.
 """
 
 from __future__ import annotations
@@ -30,9 +29,8 @@ from lowbit_optim_kernels.engines.triton import engine
 from lowbit_optim_kernels.plan import Batch
 
 from . import machine
-from .arithmetic import Array
 from .binding import Executable
-from .memory import WARP, Counters, GlobalMemory
+from .memory import WARP, Allocation, Counters, GlobalMemory
 
 
 class _Driver:
@@ -76,9 +74,7 @@ class Emulation:
         types = kernel.src.signature.items()
         arguments = {x: given[x] for x, kind in types if kind != "constexpr"}
         memory = self._memory(arguments, executable.place["global"])
-        values = [
-            x.data_ptr() if isinstance(x, torch.Tensor) else x for x in arguments.values()
-        ]
+        values = [x.data_ptr() if isinstance(x, torch.Tensor) else x for x in arguments.values()]
         counters = machine.launch(
             executable, grid, kernel.metadata.num_warps * WARP, values, memory,
             kernel.metadata.shared, self.counting,
@@ -88,20 +84,18 @@ class Emulation:
 
     def _memory(self, arguments: Mapping[str, Any], place: int) -> GlobalMemory:
         """The arguments, and tensors of the step: all but gradients may be written."""
-        arrays: dict[int, Array] = {}
-        names: dict[int, str] = {}
-        read_only = set()
-        tensors = [(name, x) for name, x in arguments.items() if isinstance(x, torch.Tensor)]
+        found: dict[int, Allocation] = {}
+        tensors = [(x, name, True) for name, x in arguments.items() if isinstance(x, torch.Tensor)]
         for i, slot in enumerate(self.batch.slots if self.batch else ()):
-            tensors += [(f"parameter {i}", slot.p.detach()), (f"gradient {i}", slot.g)]
-            tensors += [(f"state {k} of parameter {i}", x) for k, x in enumerate(slot.owned())]
-            read_only.add(slot.g.data_ptr())
-        for name, x in tensors:
-            address = x.data_ptr()
-            raw = x.contiguous().reshape(-1).view(torch.uint8).numpy()
-            if raw.size > (arrays[address].size if address in arrays else 0):
-                arrays[address], names[address] = raw, f"{name} {tuple(x.shape)}"
-        return GlobalMemory(arrays, names, set(arrays) - read_only, place)
+            tensors += [(slot.p.detach(), f"parameter {i}", True), (slot.g, f"gradient {i}", False)]
+            tensors += [
+                (x, f"state {k} of parameter {i}", True) for k, x in enumerate(slot.owned())
+            ]
+        for x, name, writable in tensors:
+            data, address = x.view(-1).view(torch.uint8).numpy(), x.data_ptr()
+            if len(data) > (len(found[address].data) if address in found else 0):
+                found[address] = Allocation(address, data, f"{name} {tuple(x.shape)}", writable)
+        return GlobalMemory(found.values(), place)
 
 
 @cache
@@ -118,7 +112,7 @@ def emulated(arch: int, counting: bool = False) -> Iterator[Emulation]:
         counting: whether to count what accesses cost.
     """
     if engine.INTERPRETED.value:
-        raise RuntimeError("Triton was imported with TRITON_INTERPRET set, so it compiles nothing")
+        raise RuntimeError("Triton interprets here: set TRITON_INTERPRET=0, as `make emulate` does")
     emulation, compiling, start = Emulation(arch, counting), JITFunction.run, engine.start
 
     def run(self: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> Any:

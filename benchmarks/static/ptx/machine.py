@@ -12,7 +12,7 @@ from contextlib import contextmanager
 import numpy as np
 
 from .arithmetic import SIGNED, UNSIGNED, Array
-from .binding import SHARED_BASE, WINDOWS, Executable, register
+from .binding import LOCAL_BASE, SHARED_BASE, Executable, register
 from .memory import (
     LINE,
     SECTOR,
@@ -63,10 +63,8 @@ class Machine:
         self._specials = self._special_registers(grid, program)
         self.memory = memory
         place, each = executable.place, executable.program.local_bytes
-        self.shared = OwnMemory(
-            "shared", SHARED_BASE, shared_bytes, self.programs, place["shared"]
-        )
-        self.own = OwnMemory("local", 0, each, self.n if each else 0, place["local"])
+        self.shared = OwnMemory("shared", SHARED_BASE, shared_bytes, self.programs, place["shared"])
+        self.own = OwnMemory("local", LOCAL_BASE, each, self.n if each else 0, place["local"])
         self.registers: list[Array | None] = [None] * len(executable.program.registers)
         self.active: Array | None = None  # the threads that run an instruction; None for all
         self.alive = np.ones(self.n, bool)
@@ -154,10 +152,9 @@ class Machine:
             who = np.flatnonzero(self.active)
             lanes = Lanes(*(x[who] for x in self.lanes))
         address = address[who]
-        if space == "generic":
-            names = [name for name, base in WINDOWS.items() if (address >= base).all()]
-            space = max(names, key=lambda name: WINDOWS[name])
-            address = address - WINDOWS[space]
+        if not space:
+            local, shared = address >= LOCAL_BASE, address < SHARED_BASE + self.shared.bytes_each
+            space = "local" if local.all() else "shared" if shared.all() else "global"
         return space, who, address, lanes
 
     def _locate(
@@ -175,7 +172,7 @@ class Machine:
         memory, at = self._locate(space, who, address, size, False, text)
         data = np.zeros((self.n, size), np.uint8)
         data[who] = memory.load(at, size, lanes, text, self.counters)
-        self._count(f"load {space}", space, address, size, lanes)
+        self._count(f"load {space}", at, size, lanes)
         return data
 
     def store(self, space: str, address: Array, data: Array, text: str) -> None:
@@ -183,17 +180,17 @@ class Machine:
         space, who, address, lanes = self._access(space, address)
         memory, at = self._locate(space, who, address, data.shape[1], True, text)
         memory.store(at, data[who], lanes, text, self.counters)
-        self._count(f"store {space}", space, address, data.shape[1], lanes)
+        self._count(f"store {space}", at, data.shape[1], lanes)
 
-    def _count(self, what: str, space: str, address: Array, size: int, lanes: Lanes) -> None:
+    def _count(self, what: str, at: Array, size: int, lanes: Lanes) -> None:
         if not self.counting:
             return
-        self.counters.requests[what] += segments(np.zeros_like(address), lanes.warp, 1)
-        if space == "shared":
-            self.count_wavefronts(what, shared_wavefronts(address, lanes.thread, size))
+        self.counters.requests[what] += len(np.unique(lanes.warp))
+        if what.endswith("shared"):
+            self.count_wavefronts(what, shared_wavefronts(at, lanes.thread, size))
             return
-        self.count_wavefronts(what, segments(address, lanes.warp, LINE))
-        self.counters.sectors[what] += segments(address, lanes.warp, SECTOR)
+        self.count_wavefronts(what, segments(at, lanes.warp, LINE))
+        self.counters.sectors[what] += segments(at, lanes.warp, SECTOR)
 
     # Flow.
 

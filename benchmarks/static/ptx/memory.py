@@ -8,8 +8,9 @@ of the program, one of the warp, or that one thread does both. Programs are orde
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass, field
+from operator import itemgetter
 from typing import NamedTuple
 
 import numpy as np
@@ -163,27 +164,42 @@ def _agent_and_time(level: str, lanes: Lanes) -> tuple[Array, Array]:
     return lanes.program, np.zeros_like(lanes.program)
 
 
+class Allocation(NamedTuple):
+    """An array that a launch may address.
+
+    Attributes:
+        address: of its first byte.
+        data: its bytes.
+        name: for errors.
+        writable: whether it may be written.
+    """
+
+    address: int
+    data: Array
+    name: str
+    writable: bool = True
+
+
 class GlobalMemory(Space):
     """Arrays at their addresses, and nothing else.
 
     Args:
-        arrays: bytes by address; those that were written are copied back by `leave`.
-        names: what they are, for errors; those that may not be written are not in `writable`.
+        allocations: the arrays, to which `leave` copies what was written.
         place: bytes that no access is narrower than.
     """
 
-    def __init__(
-        self, arrays: Mapping[int, Array], names: Mapping[int, str], writable: set[int], place: int
-    ) -> None:
-        self.starts = np.array(sorted(arrays), np.int64)
-        self.arrays = [arrays[a] for a in self.starts.tolist()]
-        self.names = [names[a] for a in self.starts.tolist()]
+    def __init__(self, allocations: Iterable[Allocation], place: int) -> None:
+        ordered = sorted(allocations, key=itemgetter(0))
+        starts, self.arrays, self.names, writable = zip(*ordered, strict=True)
+        self.starts, self.writable = np.array(starts, np.int64), np.array(writable)
         self.sizes = np.array([len(x) for x in self.arrays], np.int64)
-        self.writable = np.array([a in writable for a in self.starts.tolist()])
         if (self.starts[:-1] + self.sizes[:-1] > self.starts[1:]).any():
             raise ValueError(f"arrays overlap in memory, among {', '.join(self.names)}")
-        rooms = -(-(self.starts % LINE + self.sizes) // LINE) * LINE
-        self.bases = np.cumsum(rooms) - rooms + self.starts % LINE  # as aligned as the addresses
+        # As aligned as the addresses, as far as accesses go; but each begins with a line, as on a
+        # GPU, where arrays start at multiples of 256 bytes.
+        inset = self.starts % SECTOR
+        rooms = -(-(inset + self.sizes) // LINE) * LINE
+        self.bases = np.cumsum(rooms) - rooms + inset
         super().__init__("global", int(rooms.sum()), place, between_programs=True)
         self.written[:] = True
         for x, base in zip(self.arrays, self.bases, strict=True):
@@ -240,9 +256,9 @@ def aligned(address: Array, size: int, text: str) -> None:
         raise FaultError(f"misaligned: {bad} lanes of {text}")
 
 
-def segments(address: Array, warp: Array, size: int) -> int:
+def segments(offset: Array, warp: Array, size: int) -> int:
     """How many different segments of memory warps touch."""
-    return len(np.unique(warp << 44 | address // size))
+    return len(np.unique(warp << 44 | offset // size))
 
 
 def shared_wavefronts(offset: Array, thread: Array, size: int) -> int:

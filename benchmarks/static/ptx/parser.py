@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 _HEAD = re.compile(r"\.(entry|func)\b([^{;]*)([{;])")
 _SIGNATURE = re.compile(r"\s*(?:\(([^()]*)\)\s*)?([\w$.]+)\s*(?:\(([^()]*)\))?")
 _TOKEN = re.compile(r"\s*(?:([$\w]+):|([{}])|([^;]*);)")
-_SKIPPED = (".loc", ".pragma", ".noreturn")
+_SKIPPED = (".pragma", ".noreturn")
 _SHARED = re.compile(r"\.shared\s[^;]*?([\w$]+)\[\];")
 
 
@@ -126,7 +126,9 @@ def split(text: str) -> tuple[str, ...]:
 def _without_comments(text: str) -> str:
     """The text without comments and debug sections; the comment of a .loc is its source line."""
     text = re.split(r"^\s*\.section", text, maxsplit=1, flags=re.MULTILINE)[0]
-    text = re.sub(r"^\s*\.loc[^\n/]*(?://\s*(\S*)[^\n]*)?$", r".loc \1;", text, flags=re.MULTILINE)
+    text = re.sub(
+        r"^\s*\.loc\s[^\n/]*(?://\s*(\S*)[^\n]*)?$", r".loc \1;", text, flags=re.MULTILINE
+    )
     return re.sub(r"//[^\n]*", "", text)
 
 
@@ -183,7 +185,7 @@ def _body(program: Program, function: Function, names: dict, text: str, at: int)
             scopes.append(scopes[-1].new_child())
         elif brace == "}":
             scopes.pop()
-        elif statement.startswith(".loc"):
+        elif statement.partition(" ")[0] == ".loc":
             source = statement[5:]
         elif statement.startswith(".branchtargets"):
             function.tables[last] = split(statement.partition(" ")[2])
