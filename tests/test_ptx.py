@@ -301,6 +301,14 @@ def test_a_fused_product_is_rounded_once(a, b, c, want):
     assert call("fma.rn.f64", *wide_ones)[0] == a * b + c
 
 
+def test_packed_numbers():
+    a, b = np.array([1.5, 2.0], np.float32), np.array([0.25, -3.0], np.float32)
+    found = call("fma.rn.f32x2", a.view(np.uint64), b.view(np.uint64), a.view(np.uint64))
+    assert found.view(np.float32).tolist() == [1.875, -4.0]
+    halves = [x.astype(np.float16).view(np.uint32) for x in (a, b)]
+    assert call("mul.f16x2", *halves).view(np.float16).tolist() == [0.375, -6.0]
+
+
 def test_directed_roundings_of_zero_and_of_small_numbers():
     one, less = np.array([1.0], np.float32), np.array([-1.0], np.float32)
     assert np.signbit(call("add.rm.f32", one, less))[0]

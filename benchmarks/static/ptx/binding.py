@@ -123,8 +123,8 @@ def vector(text: str) -> tuple[str, ...]:
 
 
 def _computing(executable: Executable, instruction: Instruction) -> Step:
-    found = operation(instruction.opcode)
     target, *operands = instruction.operands
+    found = operation(instruction.opcode, len(operands))
     function, into = found.function, register(instruction, target)
     if len(operands) != len(found.inputs):
         raise UnsupportedError(

@@ -36,18 +36,38 @@ _TO_WHOLE = {"rmi": np.floor, "rni": np.rint, "rzi": np.trunc, "rpi": np.ceil}
 _BITWISE = {"and": np.bitwise_and, "or": np.bitwise_or, "xor": np.bitwise_xor, "not": np.invert}
 
 
-def operation(opcode: tuple[str, ...]) -> Operation:
+def operation(opcode: tuple[str, ...], operands: int = 2) -> Operation:
     """What an opcode computes.
+
+    Args:
+        opcode: its parts.
+        operands: how many there are; the smallest or largest number may be one of three.
 
     Raises:
         UnsupportedError: for one that the emulator does not know.
     """
     name, modifiers, kind = opcode[0], opcode[1:-1], opcode[-1]
+    if kind.endswith("x2"):
+        return _packed(operation((*opcode[:-1], kind[:-2])), kind)
     make = _MAKERS.get(name)
     found = make(name, modifiers, kind) if make else None
     if found is None:
         raise UnsupportedError(f"the emulator does not know the instruction {'.'.join(opcode)}")
+    if name in ("min", "max") and operands == 3:
+        of_two = found.function
+        return Operation(lambda a, b, c: of_two(of_two(a, b), c), (kind,) * 3)
     return found
+
+
+def _packed(single: Operation, kind: str) -> Operation:
+    """An operation on both halves of registers."""
+    half, whole = dtype_of(kind[:-2]), dtype_of(kind)
+
+    def function(*operands: Array) -> Array:
+        pairs = (np.ascontiguousarray(x).view(half).reshape(-1, 2) for x in operands)
+        return np.ascontiguousarray(single.function(*pairs)).view(whole).ravel()
+
+    return Operation(function, (kind,) * len(single.inputs))
 
 
 def _taken(modifiers: tuple[str, ...], allowed: tuple[str, ...]) -> bool:

@@ -92,7 +92,10 @@ class Emulation:
                 (x, f"state {k} of parameter {i}", True) for k, x in enumerate(slot.owned())
             ]
         for x, name, writable in tensors:
-            data, address = x.view(-1).view(torch.uint8).numpy(), x.data_ptr()
+            if not x.is_contiguous():
+                raise ValueError(f"{name} is not contiguous")
+            flat, address = x.as_strided((x.numel(),), (1,)), x.data_ptr()
+            data = flat.view(torch.uint8).numpy()
             if len(data) > (len(found[address].data) if address in found else 0):
                 found[address] = Allocation(address, data, f"{name} {tuple(x.shape)}", writable)
         return GlobalMemory(found.values(), place)
