@@ -33,7 +33,7 @@ GPU_TESTS := tests/test_gpu.py tests/test_triton.py tests/test_triton_passes.py 
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test test-all peers frameworks lint format types docs wheel gpu-check bench clean
+.PHONY: help demo test test-all emulate peers frameworks lint format types docs wheel gpu-check bench clean
 
 help:  ## list the targets
 	@$(PYTHON) -c 'import re; print("\n".join("%-10s %s" % t for t in re.findall(r"(?m)^([a-z-]+):.*?## +(.*)", open("Makefile").read())))'

@@ -67,10 +67,14 @@ class Emulation:
     kernels: dict[str, Any] = field(default_factory=dict)
     batch: Batch | None = None
 
+    def executable(self, name: str) -> Executable:
+        """What the last launch of a kernel ran."""
+        return _executable(self.kernels[name].asm["ptx"])
+
     def launch(self, kernel: Any, name: str, grid: tuple, given: Mapping[str, Any]) -> None:
         """Run a compiled kernel with the arguments of a launch, by name."""
         self.kernels[name] = kernel
-        executable = _executable(kernel.asm["ptx"])
+        executable = self.executable(name)
         types = kernel.src.signature.items()
         arguments = {x: given[x] for x, kind in types if kind != "constexpr"}
         memory = self._memory(arguments, executable.place["global"])
