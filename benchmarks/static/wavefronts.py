@@ -35,12 +35,6 @@ class Pass:
     instructions: float
 
 
-def optimizer_of(
-    row: registry.Row, bits: int, p: torch.nn.Parameter, **options: object
-) -> torch.optim.Optimizer:
-    return row.source(bits, **options)([p], 1e-3)
-
-
 def measure(
     row: registry.Row, bits: int, dtype: torch.dtype, arch: int, width: int = 1024,
     **options: object,
@@ -60,7 +54,7 @@ def measure(
     generator = torch.Generator().manual_seed(0)
     shape = (max(1, ELEMENTS // width), width)
     p = torch.nn.Parameter((torch.randn(shape, generator=generator) * 0.02).to(dtype))
-    optimizer = optimizer_of(row, bits, p, **options)
+    optimizer = row.source(bits, **options)([p], 1e-3)
     size = 1e-3 * torch.exp(torch.randn(shape, generator=generator) * 0.5)
     for _ in range(WARM):
         p.grad = (torch.randn(shape, generator=generator) * size).to(dtype)

@@ -42,7 +42,7 @@ class Machine:
         memory: what they share.
         shared_bytes: of shared memory that each has.
         counters: where the costs go.
-        counting: whether requests, sectors and wavefronts are counted.
+        counting: whether sectors and wavefronts are counted.
     """
 
     def __init__(
@@ -185,7 +185,6 @@ class Machine:
     def _count(self, what: str, at: Array, size: int, lanes: Lanes) -> None:
         if not self.counting:
             return
-        self.counters.requests[what] += len(np.unique(lanes.warp))
         if what.endswith("shared"):
             self.count_wavefronts(what, shared_wavefronts(at, lanes.thread, size))
             return

@@ -52,8 +52,7 @@ class Counters:
     Attributes:
         instructions: of warps; an instruction that no thread of a warp comes to is none of it.
         barriers: of programs.
-        requests: of warps, by "load global", "store shared", ...
-        sectors: of 32 bytes, that requests of global memory touch.
+        sectors: of 32 bytes, that requests of global memory touch, by "load global", ...
         wavefronts: cycles of the load/store unit: one for each line of 128 bytes of a global
             request, as many as its bank conflicts make of a shared one, one of a shuffle.
         races, unwritten: how often each instruction took part, and bytes that nobody wrote.
@@ -61,7 +60,6 @@ class Counters:
 
     instructions: int = 0
     barriers: int = 0
-    requests: Counter[str] = field(default_factory=Counter)
     sectors: Counter[str] = field(default_factory=Counter)
     wavefronts: Counter[str] = field(default_factory=Counter)
     races: Counter[str] = field(default_factory=Counter)
