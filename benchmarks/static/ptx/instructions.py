@@ -26,7 +26,7 @@ class Operation(NamedTuple):
 
 
 _MODES = ("rn", "rz", "rm", "rp")
-_NOT_UNORDERED = ("eq", "ne", "lt", "le", "gt", "ge")
+_ORDERED = ("eq", "ne", "lt", "le", "gt", "ge")
 _COMPARISONS: dict[str, Callable[[Array, Array], Array]] = {
     "eq": np.equal, "ne": np.not_equal, "lt": np.less, "le": np.less_equal, "gt": np.greater,
     "ge": np.greater_equal, "lo": np.less, "ls": np.less_equal, "hi": np.greater,
@@ -228,7 +228,7 @@ def _compared(how: str, kind: str, modifiers: tuple[str, ...]) -> Callable[..., 
         return _COMPARISONS.get(how)
     unordered = len(how) == 3 and how[2] == "u"
     base = _COMPARISONS.get(how[:2] if unordered else how)
-    if how not in ("num", "nan") and how[:2] not in _NOT_UNORDERED:
+    if how not in ("num", "nan") and how[:2] not in _ORDERED:
         return None
 
     def compare(a: Array, b: Array) -> Array:
