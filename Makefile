@@ -36,7 +36,7 @@ GPU_TESTS := tests/test_gpu.py tests/test_triton.py tests/test_triton_passes.py 
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test test-all peers frameworks lint format types docs release gpu-check bench clean
+.PHONY: help demo test test-all emulate peers frameworks lint format types docs release gpu-check bench clean
 
 help:  ## list the targets
 	@$(PYTHON) -c 'import re; print("\n".join("%-10s %s" % t for t in re.findall(r"(?m)^([a-z-]+):.*?## +(.*)", open("Makefile").read())))'
@@ -49,6 +49,10 @@ test: $(DEV)  ## run the tests but the slowest
 
 test-all: $(DEV)  ## run all tests
 	$(PY) -m pytest --numprocesses $(JOBS) $(ARGS)
+
+# Which compiles what other tests interpret.
+emulate: $(DEV)  ## run the compiled GPU kernels in an emulator, without a GPU
+	TRITON_INTERPRET=0 $(PY) -m pytest --numprocesses $(JOBS) tests/emulated $(ARGS)
 
 peers: $(PEERS)  ## compare with the optimizers, names and checkpoints of other libraries
 	$(PY) -m pytest tests/test_peers.py tests/test_peers_checkpoints.py tests/test_bitsandbytes_names.py \

@@ -55,7 +55,8 @@ def in_a_process(*command):
 def compiled(out, **options):
     """Rows of `python -m benchmarks.static.instructions` by (optimizer, dtype, target)."""
     words = [word for name, given in options.items() for x in given for word in (f"--{name}", x)]
-    in_a_process("-m", "benchmarks.static.instructions", *words, "--out", str(out))
+    # What is emulated has tests of its own.
+    in_a_process("-m", "benchmarks.static.instructions", "--no-emulate", *words, "--out", str(out))
     rows = json.loads((out / "instructions.json").read_text())["rows"]
     return {(row["optimizer"], row["dtype"], row["target"]): row for row in rows}
 

@@ -1,0 +1,147 @@
+"""Optimizer steps of the Triton engine on CPU tensors: what it launches is compiled and emulated.
+
+    with emulated(90) as emulation, lowbit_optim.use_engine("triton"):
+        optimizer.step()
+    emulation.counters["update"].races
+
+The engine's own plan, tables and launches are used; Triton's driver and launcher are replaced. A
+launch may address its arguments and the tensors of the step, and nothing else.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field, replace
+from functools import cache
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from triton.backends.compiler import GPUTarget
+from triton.runtime import driver
+from triton.runtime.jit import JITFunction
+
+from lowbit_optim_kernels import dispatch
+from lowbit_optim_kernels.engines import registry
+from lowbit_optim_kernels.engines.triton import engine
+from lowbit_optim_kernels.plan import Batch
+
+from . import machine
+from .binding import Executable
+from .memory import WARP, Allocation, Counters, GlobalMemory
+
+
+class _Driver:
+    """An NVIDIA GPU that is not there; its number is that of its architecture."""
+
+    def __init__(self, arch: int) -> None:
+        self.arch = arch
+
+    def get_current_device(self) -> int:
+        return self.arch
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+    def get_current_target(self) -> GPUTarget:
+        return GPUTarget("cuda", self.arch, WARP)
+
+
+@dataclass
+class Emulation:
+    """What was launched.
+
+    Attributes:
+        arch: the architecture that is compiled for, e.g. 90.
+        counting: whether the costs of accesses are counted.
+        counters: of all launches of each kernel, by its name.
+        kernels: the last one of each name, as Triton compiled it.
+        batch: the step that is being made, whose tensors may be addressed.
+    """
+
+    arch: int
+    counting: bool = False
+    counters: dict[str, Counters] = field(default_factory=lambda: defaultdict(Counters))
+    kernels: dict[str, Any] = field(default_factory=dict)
+    batch: Batch | None = None
+
+    def executable(self, name: str) -> Executable:
+        """What the last launch of a kernel ran."""
+        return _executable(self.kernels[name].asm["ptx"])
+
+    def launch(self, kernel: Any, name: str, grid: tuple, given: Mapping[str, Any]) -> None:
+        """Run a compiled kernel with the arguments of a launch, by name."""
+        self.kernels[name] = kernel
+        executable = self.executable(name)
+        types = kernel.src.signature.items()
+        arguments = {x: given[x] for x, kind in types if kind != "constexpr"}
+        memory = self._memory(arguments, executable.place["global"])
+        values = [x.data_ptr() if isinstance(x, torch.Tensor) else x for x in arguments.values()]
+        counters = machine.launch(
+            executable, grid, kernel.metadata.num_warps * WARP, values, memory,
+            kernel.metadata.shared, self.counting,
+        )  # fmt: skip
+        memory.leave()
+        self.counters[name].add(counters)
+
+    def _memory(self, arguments: Mapping[str, Any], place: int) -> GlobalMemory:
+        """The arguments, and tensors of the step: all but gradients may be written."""
+        found: dict[int, Allocation] = {}
+        tensors = [(x, name, True) for name, x in arguments.items() if isinstance(x, torch.Tensor)]
+        for i, slot in enumerate(self.batch.slots if self.batch else ()):
+            tensors += [(slot.p.detach(), f"parameter {i}", True), (slot.g, f"gradient {i}", False)]
+            tensors += [
+                (x, f"state {k} of parameter {i}", True) for k, x in enumerate(slot.owned())
+            ]
+        for x, name, writable in tensors:
+            if not x.is_contiguous():
+                raise ValueError(f"{name} is not contiguous")
+            flat, address = x.as_strided((x.numel(),), (1,)), x.data_ptr()
+            data = flat.view(torch.uint8).numpy()
+            if len(data) > (len(found[address].data) if address in found else 0):
+                found[address] = Allocation(address, data, f"{name} {tuple(x.shape)}", writable)
+        return GlobalMemory(found.values(), place)
+
+
+@cache
+def _executable(text: str) -> Executable:
+    return Executable(text)
+
+
+@contextmanager
+def emulated(arch: int, counting: bool = False) -> Iterator[Emulation]:
+    """Let the Triton engine take CPU tensors, compile for an NVIDIA GPU and run in the emulator.
+
+    Args:
+        arch: its architecture: 80, 90, ...
+        counting: whether to count what accesses cost.
+    """
+    if engine.INTERPRETED.value:
+        raise RuntimeError("Triton interprets here: set TRITON_INTERPRET=0, as `make emulate` does")
+    emulation, compiling, start = Emulation(arch, counting), JITFunction.run, engine.start
+
+    def run(self: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> Any:
+        kernel = compiling(self, *args, grid=grid, warmup=True, **options)
+        names = [parameter.name for parameter in self.params]
+        given = {**dict(zip(names, args, strict=False)), **options}
+        emulation.launch(kernel, self.__name__, grid, given)
+        return kernel
+
+    def starting(batch: Batch) -> Any:
+        emulation.batch = batch
+        return start(batch)
+
+    takes_all = replace(registry.TRITON, declines=lambda device, dtype: None)
+    before = vars(driver)["_active"]
+    with ExitStack() as stack:
+        stack.callback(driver.set_active, before)
+        driver.set_active(_Driver(arch))
+        stack.enter_context(patch.object(JITFunction, "run", run))
+        stack.enter_context(patch.object(engine, "takes_ptx", lambda device: True))
+        stack.enter_context(patch.object(engine, "start", starting))
+        stack.callback(dispatch._resolve.cache_clear)
+        stack.enter_context(patch.dict(registry.ENGINES, triton=takes_all))
+        dispatch._resolve.cache_clear()
+        yield emulation

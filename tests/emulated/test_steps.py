@@ -1,0 +1,216 @@
+"""Optimizer steps by the PTX that Triton compiles for them, emulated, beside the torch engine's.
+
+Each step starts from one state in both. Approximations of roots and reciprocals are emulated as
+correctly rounded, so weights differ by roundings of fp32, and few codes do. `make emulate` runs
+this: Triton must not be its interpreter.
+"""
+
+from itertools import groupby
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+import cases
+import design
+import lowbit_optim
+
+pytest.importorskip("triton", reason="the Triton engine needs the triton package")
+
+from benchmarks.static.ptx import launch
+from benchmarks.static.ptx.launch import emulated
+
+STEPS = 2
+CLASSES = list(dict.fromkeys(case.name for case in cases.FUSED_CASES))
+IN_4_BITS = [name for name in CLASSES if hasattr(lowbit_optim, f"{name}4bit")]
+OPTIONS_OF = {  # of a state format
+    "dynamic8": {"bits": 8},
+    "float32": {"bits": 32},
+    "ratio8": {"bits": 8, "state_format": "ratio8"},
+    "ratio4": {"bits": 4},
+}
+# The parameters' dtype, bits of master weights, distance of the weights that can be kept.
+WEIGHTS = {
+    "fp32": (torch.float32, None, 2.0**-23),
+    "fp16": (torch.float16, None, 2.0**-10),
+    "bf16": (torch.bfloat16, None, 2.0**-7),
+    "bf16_of_16": (torch.bfloat16, 16, 2.0**-7),
+    "bf16_of_24": (torch.bfloat16, 24, 2.0**-15),
+    "bf16_of_32": (torch.bfloat16, 32, 2.0**-23),
+}
+# Shapes. "offset" starts every tensor one element after an aligned address. "mixed" has tiles of
+# many kinds in one launch: small tensors keep 32-bit state, and some, or their gradients, are of
+# other dtypes.
+TILES = {
+    "whole": [(4096,), (3, 2048)],
+    "masked": [(3, 272), (2048 + 272,)],
+    "unaligned": [(5, 300), (257,), (3,), ()],
+    "offset": [(2048,), (3, 272)],
+    "mixed": [(4096,), (3, 272), (5, 300), (2048 + 272,), (2048,), (33, 64), (0,)],
+}
+GRADIENTS = ("plain", "scaled", "skipped", "bad", "wide")
+
+
+def steps():
+    """Rows of the design, with the options of their class in turn, and more until all had one."""
+    factors = {
+        "optimizer": CLASSES, "format": list(OPTIONS_OF), "weights": list(WEIGHTS),
+        "tiles": list(TILES), "gradients": GRADIENTS, "arch": (80, 90),
+    }  # fmt: skip
+
+    def allowed(row):
+        return row["format"] != "ratio4" or row["optimizer"] in IN_4_BITS
+
+    def name_of(row):
+        return row["optimizer"]
+
+    for name, group in groupby(sorted(design.pairwise(factors, allowed), key=name_of), name_of):
+        rows, options = list(group), [case for case in cases.FUSED_CASES if case.name == name]
+        left, i = list(options), 0
+        while left or i < len(rows):
+            row = SimpleNamespace(**rows[i % len(rows)])
+            three = row.format != "ratio4"  # moments, which it does not take
+            fit = (x for x in (*left, *options) if three or "amsgrad" not in x.options)
+            case, i = next(fit), i + 1
+            left = [x for x in left if x is not case]
+            rest = (row.format, row.weights, row.tiles, row.gradients, f"sm_{row.arch}")
+            yield pytest.param(case, row, id="-".join((case.id, *rest)))
+
+
+def parameters(row):
+    generator, (dtype, bits, _) = torch.Generator().manual_seed(0), WEIGHTS[row.weights]
+    dtypes = [dtype]
+    if row.tiles == "mixed" and bits is None:
+        dtypes += [torch.float32, dtype, torch.bfloat16, dtype, torch.float16]
+    starts = [torch.randn(shape, generator=generator) for shape in TILES[row.tiles]]
+    return [
+        torch.nn.Parameter(placed(row, x, dtypes[i % len(dtypes)])) for i, x in enumerate(starts)
+    ]
+
+
+def placed(row, x, dtype):
+    """A copy of a tensor in memory of its own."""
+    before = int(row.tiles == "offset")
+    memory = torch.zeros(before + x.numel(), dtype=dtype)
+    return memory[before:].view(x.shape).copy_(x)
+
+
+def optimizer_of(case, row, params):
+    options = dict(OPTIONS_OF[row.format])
+    bits, master_weight_bits = options.pop("bits"), WEIGHTS[row.weights][1]
+    if bits < 32:
+        options["min_8bit_size"] = 1000 if row.tiles == "mixed" else 1
+    return case.build(params, bits, master_weight_bits=master_weight_bits, **options)
+
+
+def give_gradients(row, optimizer, params, step):
+    """The same ones whenever a step is asked for."""
+    generator = torch.Generator().manual_seed(step)
+    for i, p in enumerate(params):
+        g = torch.randn(p.shape, generator=generator) * 0.1 * step
+        if row.gradients == "wide":
+            g *= 10.0 ** torch.randint(-3, 2, p.shape, generator=generator)
+        if row.gradients == "bad" and step == STEPS and g.numel() > 5:
+            g.view(-1)[2], g.view(-1)[-1] = float("nan"), float("inf")
+        dtype = p.dtype
+        if row.tiles == "mixed" and i == 3 and hasattr(p, "grad_dtype"):  # since torch 2.10
+            p.grad_dtype = dtype = torch.float32
+        p.grad = placed(row, g, dtype)
+    if row.gradients in ("scaled", "skipped"):
+        optimizer.grad_scale = torch.tensor(64.0)
+        optimizer.found_inf = torch.tensor(float(row.gradients == "skipped" and step == STEPS))
+
+
+def weights_of(optimizer):
+    return [w.detach().clone() for _, w in lowbit_optim.master_weights(optimizer)]
+
+
+def assert_same_weights(got, want, before, spacing):
+    """Weights to the rounding of fp32; few of them to that of what they are stored in.
+
+    Of two elements a rounding may decide whether a number is zero, and with it the whole update.
+    """
+    finite = want.isfinite()
+    assert torch.equal(got.isfinite(), finite)
+    got, want, before = (x.double()[finite] for x in (got, want, before))
+    moved = (want - before).abs().max() if want.numel() else 0.0
+    off, in_fp32 = (got - want).abs(), 2.0**-22 * want.abs() + 2e-5 * moved
+    assert int((off > in_fp32).sum()) <= 2 + 0.03 * off.numel()
+    assert int((off > in_fp32 + spacing * want.abs()).sum()) <= 2
+
+
+def assert_same_state(got, want):
+    """Numbers to the rounding of fp32, but for two of many, and codes but for a few."""
+    assert got.keys() == want.keys()
+    for key, x in got.items():
+        y = want[key]
+        if not isinstance(y, torch.Tensor) or key == "master_residual":  # part of the weights
+            continue
+        assert (x.shape, x.dtype) == (y.shape, y.dtype), key
+        if y.dtype == torch.uint8:
+            assert int((x != y).sum()) <= 2 + 0.005 * y.numel(), key
+        elif y.is_floating_point() and y.numel():
+            finite = y.isfinite()
+            assert torch.equal(x.isfinite(), finite), key
+            off, wanted = (x - y).double()[finite].abs(), y.double()[finite].abs()
+            top = wanted.max() if len(wanted) else 0.0
+            assert int((off > 1e-5 * top).sum()) <= (2 if y.numel() > 256 else 0), key
+        else:
+            assert torch.equal(x, y), key
+
+
+def assert_clean(emulation):
+    """No races, and nothing read that nobody wrote."""
+    for name, counters in emulation.counters.items():
+        assert not counters.races, name
+        assert not counters.unwritten, name
+
+
+@pytest.mark.parametrize(("case", "row"), list(steps()))
+def test_emulated_steps_are_those_of_torch(case, row):
+    params, others = parameters(row), parameters(row)
+    optimizer, other = (optimizer_of(case, row, x) for x in (params, others))
+    for step in range(1, STEPS + 1):
+        give_gradients(row, optimizer, params, step)
+        give_gradients(row, other, others, step)
+        before = weights_of(other)
+        with lowbit_optim.use_engine("torch"):
+            other.step()
+        with emulated(row.arch) as emulation, lowbit_optim.use_engine("triton"):
+            optimizer.step()
+        assert {"begin", "update"} <= emulation.counters.keys()
+        assert_clean(emulation)
+        both = zip(params, weights_of(optimizer), weights_of(other), before, strict=True)
+        for p, got, want, old in both:
+            spacing = max(WEIGHTS[row.weights][2], torch.finfo(p.dtype).eps)
+            own = p.dtype == WEIGHTS[row.weights][0]
+            assert_same_weights(got, want, old, WEIGHTS[row.weights][2] if own else spacing)
+        for p, q in zip(params, others, strict=True):
+            assert_same_state(optimizer.state[p], other.state[q])
+        go_on_from(optimizer, params, other, others)
+
+
+def test_a_kernel_without_its_barriers_has_races(monkeypatch):
+    """Which a GPU may take a long time to show."""
+
+    def without(text):
+        return launch.Executable(text.replace("bar.sync", "//"))
+
+    monkeypatch.setattr(launch, "_executable", without)
+    p = torch.nn.Parameter(torch.ones(2048))
+    p.grad = torch.linspace(-1.0, 1.0, 2048)
+    optimizer = lowbit_optim.LAMB8bit([p], min_8bit_size=1)
+    with emulated(90) as emulation, lowbit_optim.use_engine("triton"):
+        optimizer.step()
+    for name in ("reduce_0", "add_up", "update"):
+        assert any("between warps" in text for text in emulation.counters[name].races)
+
+
+@torch.no_grad()
+def go_on_from(optimizer, params, other, others):
+    """Copy weights and state that were emulated to those of the torch engine."""
+    for p, q in zip(params, others, strict=True):
+        q.copy_(p)
+        for key, x in optimizer.state[p].items():
+            if isinstance(x, torch.Tensor):
+                other.state[q][key].copy_(x)
