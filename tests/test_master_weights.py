@@ -100,7 +100,7 @@ def bf16_parameters(device, shapes=((64, 147), (3, 300), (257,), (5,))):
     return [torch.nn.Parameter(x) for x in made]
 
 
-@pytest.mark.few_if_interpreted()
+@pytest.mark.few_if_interpreted
 @pytest.mark.parametrize("name", ["AdamW8bit", "SGD32bit", "LARS8bit", "LAMB32bit"])
 def test_32_bits_are_fp32_training(engine, device, name):
     """Bit for bit on one engine, the network's weights being bf16 casts."""

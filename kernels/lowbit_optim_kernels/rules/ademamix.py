@@ -7,8 +7,8 @@ from .shared import caps, cautious
 
 ADEMAMIX = (
     Moment("exp_avg", RATIO, partner="exp_avg_sq", decay="beta1"),
-    # No ratio, though it is divided by the root: a ratio is rounded anew whenever its square is, and
-    # over the thousands of steps that this average remembers those errors add up.
+    # No ratio, though it is divided by the root: a ratio is rounded anew whenever its square is,
+    # and over the thousands of steps that this average remembers those errors add up.
     Moment("exp_avg_slow", SIGNED, decay="beta3"),
     Moment("exp_avg_sq", SQUARE, decay="beta2"),
 )
