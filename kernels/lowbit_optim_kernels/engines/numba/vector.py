@@ -118,6 +118,11 @@ def fabs(builder: ir.IRBuilder, x: ir.Value) -> ir.Value:
     return call(builder, "llvm.fabs.v16f32", vector(f32), x)
 
 
+def multiply_add(builder: ir.IRBuilder, x: ir.Value, y: ir.Value, z: ir.Value) -> ir.Value:
+    """The sum x y + z, rounded once where the machine can: elsewhere that would be a function."""
+    return call(builder, "llvm.fmuladd.v16f32", vector(f32), x, y, z)
+
+
 def floor(builder: ir.IRBuilder, x: ir.Value) -> ir.Value:
     """The next integers below the lanes of a vector, which an int32 holds; in fp32."""
     if HAS_SSE41:
@@ -174,7 +179,7 @@ _binary(operator.or_, lambda b, x, y: b.or_(x, y), M, M)
 @intrinsic
 def fused(typing, x, y, z):
     """The sum x y + z, rounded once where the machine can, so that the product costs nothing."""
-    return F(F, F, F), lambda c, b, s, a: call(b, "llvm.fmuladd.v16f32", vector(f32), *a)
+    return F(F, F, F), lambda c, b, s, a: multiply_add(b, *a)
 
 
 @intrinsic
