@@ -42,6 +42,7 @@ from .numba_tables import (
     OFFSET,
     SMALLEST,
     dithered_slopes,
+    dithered_tops,
     guess,
     line_tables,
     octave_table,
@@ -49,7 +50,7 @@ from .numba_tables import (
     slope_table,
 )
 
-MANTISSA, BELOW_TWO = 0x007FFFFF, 0x3FFFFFFF  # bit patterns of fp32
+MANTISSA, SIGN, BELOW_TWO = 0x007FFFFF, 0x80000000, 0x3FFFFFFF  # bit patterns of fp32
 NUDGE = 2.0**-45  # one ulp of the smallest midpoint, about 2**-22
 INTEGER = 1.5 * 2.0**23  # the last bits of a small number's sum with it are the nearest integer
 
@@ -84,10 +85,9 @@ def _magnitude(b: ir.IRBuilder, q: ir.Value) -> ir.Value:
     return call(b, name, vector(f32), q, least, how, least, everywhere, ir.Constant(i32, 4))
 
 
-def _moved(b: ir.IRBuilder, q: ir.Value, signed: bool) -> ir.Value:
-    """The bits of numbers with their segments for exponents; AVX-512."""
+def _moved(b: ir.IRBuilder, q: ir.Value, table: np.ndarray) -> ir.Value:
+    """The bits of numbers with other exponents, by an `octave_table`; AVX-512."""
     bits = b.bitcast(q, vector(i32))
-    table = octave_table(signed)
     low, high = constant(i32, table[:16]), constant(i32, table[16:])
     name, index = "llvm.x86.avx512.vpermi2var.d.512", b.lshr(bits, fill(i32, 23))
     return b.add(bits, call(b, name, vector(i32), low, index, high))
@@ -95,7 +95,7 @@ def _moved(b: ir.IRBuilder, q: ir.Value, signed: bool) -> ir.Value:
 
 def _position_by_octaves(b: ir.IRBuilder, q: ir.Value, y: ir.Value, signed: bool) -> ir.Value:
     """Positions with AVX-512, with the sign of q."""
-    moved = _moved(b, q, signed)
+    moved = _moved(b, q, octave_table(segments(signed)[0], 127 + BIAS[signed]))
     slope = look_up(b, slope_table(signed), b.lshr(moved, fill(i32, 23)))
     v = b.bitcast(_linear(b, y, slope, OFFSET), vector(i32))
     v = b.select(b.icmp_unsigned("<", v, fill(i32, BELOW_TWO)), v, fill(i32, BELOW_TWO))
@@ -105,7 +105,7 @@ def _position_by_octaves(b: ir.IRBuilder, q: ir.Value, y: ir.Value, signed: bool
 
 
 def _segment_by_guess(
-    b: ir.IRBuilder, y: ir.Value, signed: bool, slopes: np.ndarray
+    b: ir.IRBuilder, y: ir.Value, signed: bool, tops: np.ndarray, slopes: np.ndarray
 ) -> tuple[ir.Value, ir.Value]:
     """2**E and the slope of the segments of magnitudes; AVX2. No unsigned one is below LEAST."""
 
@@ -121,17 +121,17 @@ def _segment_by_guess(
     bits = b.sitofp(b.bitcast(y, vector(i32)), vector(f32))
     exponent = _linear(b, bits, factor, offset + 127 + BIAS[signed] + INTEGER)
     exponent = b.bitcast(exponent, vector(i32))
-    top = look_up(b, by_exponent(0, segments(signed)[0]), exponent)
+    top = look_up(b, by_exponent(0, tops), exponent)
     exponent = b.sub(exponent, b.sext(b.fcmp_ordered(">", y, top), vector(i32)))
     slope = look_up(b, by_exponent(1, slopes[1:]), exponent)
     return b.bitcast(b.shl(exponent, fill(i32, 23)), vector(f32)), slope
 
 
 def _segment_by_comparing(
-    b: ir.IRBuilder, y: ir.Value, signed: bool, slopes: np.ndarray
+    b: ir.IRBuilder, y: ir.Value, signed: bool, tops: np.ndarray, slopes: np.ndarray
 ) -> tuple[ir.Value, ir.Value]:
     """The same in generic vector instructions."""
-    tops, first = segments(signed)[0], 0 if signed else 1
+    first = 0 if signed else 1
     slope, scale = fill(f32, slopes[first]), fill(f32, 2.0 ** (first + BIAS[signed]))
     for e in range(first, 8):
         above = b.fcmp_ordered(">", y, fill(f32, tops[e]))
@@ -145,29 +145,28 @@ _segment = _segment_by_guess if HAS_AVX2 else _segment_by_comparing
 
 def _position_in_segment(b: ir.IRBuilder, y: ir.Value, signed: bool) -> ir.Value:
     """Positions of magnitudes without AVX-512, not cut off."""
-    n, slope = _segment(b, y, signed, segments(signed)[1])
+    n, slope = _segment(b, y, signed, *segments(signed))
     below_two = fill(f32, float(np.nextafter(np.float32(2), np.float32(0))))
     return b.fmul(_smaller(b, _linear(b, y, slope, OFFSET), below_two), n)
 
 
 def _line(b: ir.IRBuilder, y: ir.Value, signed: bool) -> ir.Value:
     """The z of `numba_tables`, with (F + 2 (2 n - 1)) / 3 = n (v + 4) / 3 - 5 / 6 and so on."""
-    n, slope = _segment(b, y, signed, dithered_slopes(signed))
+    n, slope = _segment(b, y, signed, dithered_tops(signed), dithered_slopes(signed))
     v = _linear(b, y, slope, OFFSET)
-    near_ends = _linear(b, v, 1.0 / 3.0, 4.0 / 3.0), _linear(b, v, 5.0 / 3.0, -2.0 / 3.0)
-    near_end = _linear(b, _smaller(b, *near_ends), n, -5.0 / 6.0)
-    return _smaller(b, _linear(b, v, n, -0.5), near_end)
+    near_end = _linear(b, v, 1.0 / 3.0, 4.0 / 3.0)
+    if signed:
+        near_end = _smaller(b, near_end, _linear(b, v, 5.0 / 3.0, -2.0 / 3.0))
+    return _smaller(b, _linear(b, v, n, -0.5), _linear(b, near_end, n, -5.0 / 6.0))
 
 
 def _line_by_octaves(b: ir.IRBuilder, y: ir.Value, signed: bool) -> ir.Value:
     """The same with AVX-512 by tables of lines, in codes where it is unsigned."""
-    segment = b.lshr(_moved(b, y, signed), fill(i32, 23))
-    tables = line_tables(signed).astype(np.float32)
-    slope, *offsets = (look_up(b, table, segment) for table in tables)
-    z = f = multiply_add(b, y, slope, offsets[0])
-    for factor, offset in zip((1.0 / 3.0, 5.0 / 3.0), offsets[1:], strict=True):
-        z = _smaller(b, multiply_add(b, f, fill(f32, factor), offset), z)
-    return z
+    ends, tables = line_tables(signed)
+    line = b.lshr(_moved(b, y, octave_table(ends, 128)), fill(i32, 23))
+    slope, offset, near_end = (look_up(b, table.astype(np.float32), line) for table in tables)
+    f = multiply_add(b, y, slope, offset)
+    return _smaller(b, multiply_add(b, f, fill(f32, 1.0 / 3.0), near_end), f)
 
 
 def _cut(b: ir.IRBuilder, z: ir.Value, signed: bool) -> ir.Value:
@@ -180,7 +179,9 @@ def _cut(b: ir.IRBuilder, z: ir.Value, signed: bool) -> ir.Value:
 
 
 def _signed_like(b: ir.IRBuilder, x: ir.Value, like: ir.Value) -> ir.Value:
-    return call(b, "llvm.copysign.v16f32", vector(f32), x, like)
+    """Numbers that are not negative, with signs."""
+    bits, like = (b.bitcast(value, vector(i32)) for value in (x, like))
+    return b.bitcast(b.or_(bits, b.and_(like, fill(i32, SIGN))), vector(f32))
 
 
 def _zero_where_zero(b: ir.IRBuilder, place: ir.Value, x: ir.Value) -> ir.Value:
@@ -216,8 +217,11 @@ def _dithered_signed(
 ) -> ir.Value:
     q = b.fmul(x, inverse)
     y = _magnitude(b, q)
-    # Below the first segment the line is below zero.
-    z = _line_by_octaves(b, y, True) if HAS_AVX512 else _larger(b, _line(b, y, True), 0.0)
+    if HAS_AVX512:
+        z = _line_by_octaves(b, y, True)
+    else:  # below zero in the lowest segment, where it is to be zero
+        bits = b.bitcast(_line(b, y, True), vector(i32))
+        z = b.select(b.icmp_signed(">", bits, fill(i32, 0)), bits, fill(i32, 0))
     return _cut(b, b.fadd(_signed_like(b, z, q), random, flags=("contract",)), True)
 
 

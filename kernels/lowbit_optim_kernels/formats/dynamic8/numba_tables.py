@@ -91,17 +91,16 @@ def dithered_slopes(signed: bool) -> np.ndarray:
     return slopes
 
 
-def octave_table(signed: bool) -> np.ndarray:
-    """What to add to the bits of y so that the exponent becomes E; uint32 (32,).
+def octave_table(tops: np.ndarray, first: int) -> np.ndarray:
+    """What to add to the bits of y to make its exponent field `first` and one more above each top.
 
-    Indexed by the low five bits of the exponent field. An octave has at most one segment boundary
-    inside; there the mantissa's carry adds the one.
+    uint32 (32,), indexed by the low five bits of y's own field. An octave has at most one of the
+    tops inside; there the mantissa's carry adds the one.
     """
-    tops = segments(signed)[0]
     table = np.zeros(32, dtype=np.uint64)
     for exponent in range(96, 128):
         low, high = (2.0 ** (k - 127) for k in (exponent, exponent + 1))
-        base = 127 + BIAS[signed] + int(np.sum(tops < low))
+        base = first + int(np.sum(tops < low))
         inside = tops[(tops >= low) & (tops < high)]
         add = ((base - exponent) << 23) % 2**32
         if len(inside):
@@ -118,20 +117,38 @@ def slope_table(signed: bool) -> np.ndarray:
     return table
 
 
-def line_tables(signed: bool) -> np.ndarray:
-    """The z of dithered codes, as lines for each segment; fp64 (4, 16), indexed as `slope_table`.
+def dithered_tops(signed: bool) -> np.ndarray:
+    """The largest y of segments 0..7 of numbers by dither, of which no unsigned one is in segment 0.
 
-    z = min(f, f / 3 + t[2], 5 f / 3 + t[3]) of f = y * t[0] + t[1], less one where it is unsigned:
-    in codes, not positions.
+    The unsigned ones end at the next segment's first value, so that they have only a gap above.
     """
-    tables = np.zeros((4, 16))
-    one = 0 if signed else 1
-    for e, slope in enumerate(dithered_slopes(signed)):
-        n = 2.0 ** (e + BIAS[signed])
-        line = [n * slope, n * OFFSET - 0.5 - one]
-        line += [(4 * n - 2 - 2 * one) / 3, (2 * one - 2 * n) / 3]
-        tables[:, (e + BIAS[signed] + 127) & 15] = line if e else 0.0
-    return tables
+    tops = segments(signed)[0].astype(np.float32)
+    if not signed:
+        tops[1:7] = book(False)[[2**e - 1 for e in range(2, 8)]]
+    return tops
+
+
+@cache
+def line_tables(signed: bool) -> tuple[np.ndarray, np.ndarray]:
+    """The z of dithered codes as lines: where all but the last end, fp32; and they, fp64 (3, 16).
+
+    z = min(f, f / 3 + t[2]) of f = y * t[0] + t[1], less one where it is unsigned: in codes, not
+    positions. A line ends at the first value of the next segment. The signed map's first two are
+    zero and the gap next to it.
+    """
+    tops, slopes = segments(signed)[0], dithered_slopes(signed)
+    ends, lines, one = [], [], 0 if signed else 1
+    if signed:
+        ends += [tops[0], book(True)[128]]
+        lines += [(0.0, 0.0, 0.0), (5 * slopes[1] / 3, (5 * OFFSET - 4.5) / 3, np.inf)]
+    for e in range(1, 9):
+        n = 2 ** (e + BIAS[signed])
+        ends.append(tops[7] if e == 7 else book(signed)[2 * n + (127 if signed else -1)] if e < 7 else 1)
+        near_end = (4 * n - 2 - 2 * one) / 3 if e < 8 else np.inf
+        lines.append((n * slopes[e], n * OFFSET - 0.5 - one, near_end))
+    tables = np.zeros((3, 16))
+    tables[:, : len(lines)] = np.transpose(lines)
+    return np.array(ends[:-1], np.float32), tables
 
 
 @cache
