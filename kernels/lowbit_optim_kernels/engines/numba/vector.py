@@ -51,14 +51,15 @@ _FEATURES = host_features()
 HAS_AVX512 = {"avx512f", "avx512bw", "avx512dq"} <= _FEATURES
 HAS_AVX2 = {"avx2", "fma"} <= _FEATURES
 HAS_VBMI = HAS_AVX512 and "avx512vbmi" in _FEATURES
-HAS_SSE41 = bool({"sse4.1", "sse4.2", "avx"} & _FEATURES)
+_X86 = platform.machine().lower() in ("x86_64", "amd64")
+HAS_FLOOR = not _X86 or bool({"sse4.1", "sse4.2", "avx"} & _FEATURES)
 # How instructions of AVX-512 round, without exceptions.
 DOWNWARD, UPWARD = ir.Constant(i32, 9), ir.Constant(i32, 10)
 
 
 def converts_half() -> bool:
     """Whether LLVM turns fp16 into fp32 by instructions; without, it calls what is not there."""
-    return platform.machine().lower() not in ("x86_64", "amd64") or "f16c" in host_features()
+    return not _X86 or "f16c" in _FEATURES
 
 
 class VectorType(types.Type):
@@ -125,7 +126,7 @@ def multiply_add(builder: ir.IRBuilder, x: ir.Value, y: ir.Value, z: ir.Value) -
 
 def floor(builder: ir.IRBuilder, x: ir.Value) -> ir.Value:
     """The next integers below the lanes of a vector, which an int32 holds; in fp32."""
-    if HAS_SSE41:
+    if HAS_FLOOR:
         return call(builder, "llvm.floor.v16f32", vector(f32), x)
     cut = builder.sitofp(builder.fptosi(x, vector(i32)), vector(f32))  # LLVM would call a function
     over = builder.fcmp_ordered(">", cut, x)

@@ -34,7 +34,7 @@ from ...engines.numba.vector import (
     spread,
     vector,
 )
-from .numba_registers import WIDTH, look_up, packed, with_sign
+from .numba_registers import WIDTH, look_up, look_up_rows, packed, with_sign
 from .numba_tables import (
     BIAS,
     LEAST,
@@ -104,10 +104,13 @@ def _position_by_octaves(b: ir.IRBuilder, q: ir.Value, y: ir.Value, signed: bool
     return b.fptosi(b.bitcast(position, vector(f32)), vector(i32))
 
 
-def _segment_by_guess(
+def _segment(
     b: ir.IRBuilder, y: ir.Value, signed: bool, tops: np.ndarray, slopes: np.ndarray
 ) -> tuple[ir.Value, ir.Value]:
-    """2**E and the slope of the segments of magnitudes; AVX2. No unsigned one is below LEAST."""
+    """2**E and the slope of the segments of magnitudes, without AVX-512.
+
+    One comparison corrects a guess. No unsigned magnitude is below LEAST.
+    """
 
     def by_exponent(first: int, values: np.ndarray) -> np.ndarray:
         """A table by the low three bits of the exponent field 127 + E of segments from `first` on.
@@ -121,26 +124,17 @@ def _segment_by_guess(
     bits = b.sitofp(b.bitcast(y, vector(i32)), vector(f32))
     exponent = _linear(b, bits, factor, offset + 127 + BIAS[signed] + INTEGER)
     exponent = b.bitcast(exponent, vector(i32))
-    top = look_up(b, by_exponent(0, tops), exponent)
-    exponent = b.sub(exponent, b.sext(b.fcmp_ordered(">", y, top), vector(i32)))
-    slope = look_up(b, by_exponent(1, slopes[1:]), exponent)
+    tops, slopes = by_exponent(0, tops), by_exponent(1, slopes[1:])
+    if HAS_AVX2:
+        above = b.fcmp_ordered(">", y, look_up(b, tops, exponent))
+    else:
+        top, slope, next_slope = look_up_rows(b, [tops, slopes, np.roll(slopes, -1)], exponent)
+        above = b.fcmp_ordered(">", y, top)
+        slope = b.select(above, next_slope, slope)
+    exponent = b.sub(exponent, b.sext(above, vector(i32)))
+    if HAS_AVX2:
+        slope = look_up(b, slopes, exponent)
     return b.bitcast(b.shl(exponent, fill(i32, 23)), vector(f32)), slope
-
-
-def _segment_by_comparing(
-    b: ir.IRBuilder, y: ir.Value, signed: bool, tops: np.ndarray, slopes: np.ndarray
-) -> tuple[ir.Value, ir.Value]:
-    """The same in generic vector instructions."""
-    first = 0 if signed else 1
-    slope, scale = fill(f32, slopes[first]), fill(f32, 2.0 ** (first + BIAS[signed]))
-    for e in range(first, 8):
-        above = b.fcmp_ordered(">", y, fill(f32, tops[e]))
-        slope = b.select(above, fill(f32, slopes[e + 1]), slope)
-        scale = b.select(above, fill(f32, 2.0 ** (e + 1 + BIAS[signed])), scale)
-    return scale, slope
-
-
-_segment = _segment_by_guess if HAS_AVX2 else _segment_by_comparing
 
 
 def _position_in_segment(b: ir.IRBuilder, y: ir.Value, signed: bool) -> ir.Value:
@@ -164,7 +158,7 @@ def _line_by_octaves(b: ir.IRBuilder, y: ir.Value, signed: bool) -> ir.Value:
     """The same with AVX-512 by tables of lines, in codes where it is unsigned."""
     ends, tables = line_tables(signed)
     line = b.lshr(_moved(b, y, octave_table(ends, 128)), fill(i32, 23))
-    slope, offset, near_end = (look_up(b, table.astype(np.float32), line) for table in tables)
+    slope, offset, near_end = (look_up(b, table, line) for table in tables)
     f = multiply_add(b, y, slope, offset)
     return _smaller(b, multiply_add(b, f, fill(f32, 1.0 / 3.0), near_end), f)
 
@@ -212,9 +206,7 @@ def _nearest_unsigned(b: ir.IRBuilder, x: ir.Value, inverse: ir.Value) -> ir.Val
     return _zero_where_zero(b, place, x)
 
 
-def _dithered_signed(
-    b: ir.IRBuilder, x: ir.Value, inverse: ir.Value, random: ir.Value
-) -> ir.Value:
+def _dithered_signed(b: ir.IRBuilder, x: ir.Value, inverse: ir.Value, random: ir.Value) -> ir.Value:
     q = b.fmul(x, inverse)
     y = _magnitude(b, q)
     if HAS_AVX512:

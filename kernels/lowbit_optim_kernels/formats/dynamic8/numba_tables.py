@@ -10,9 +10,9 @@ the code of 1.0. Segment e holds the positions 2**E to 2**(E+1) - 1 with E = e +
 from the segment and its mantissa from v; no comparison is needed, and ties go down because the
 floor of the largest float below a midpoint does. Slopes are fitted to the fp32 codebook.
 
-Where AVX-512 looks a segment up by y's exponent, it looks at the lowest bits of the field only. So a
-y below 2**-31 is taken for one 2**32 times as large, or 2**64, and its position comes out as many
-times too small: less than one.
+Where AVX-512 looks a segment up by y's exponent, it looks at the lowest bits of the field only. A y
+below 2**-31 is taken for one that is 2**32 times as large, or 2**64, and its position comes out as
+many times too small: less than one.
 
 By dither a number takes one of the two positions around it. With n = 2**E and F = n v - 1/2, which
 is a whole number at a position's own value, it lies at
@@ -117,38 +117,43 @@ def slope_table(signed: bool) -> np.ndarray:
     return table
 
 
+def _first_values(signed: bool) -> np.ndarray:
+    """The smallest y of segments 1..7; fp32."""
+    return book(signed)[[2 ** (e + BIAS[signed]) + (127 if signed else -1) for e in range(1, 8)]]
+
+
 def dithered_tops(signed: bool) -> np.ndarray:
-    """The largest y of segments 0..7 of numbers by dither, of which no unsigned one is in segment 0.
+    """The largest y of segments 0..7 by dither; fp32. No unsigned number is in segment 0.
 
     The unsigned ones end at the next segment's first value, so that they have only a gap above.
     """
     tops = segments(signed)[0].astype(np.float32)
     if not signed:
-        tops[1:7] = book(False)[[2**e - 1 for e in range(2, 8)]]
+        tops[1:7] = _first_values(False)[1:]
     return tops
 
 
 @cache
 def line_tables(signed: bool) -> tuple[np.ndarray, np.ndarray]:
-    """The z of dithered codes as lines: where all but the last end, fp32; and they, fp64 (3, 16).
+    """The z of dithered codes as lines: where all but the last end, and they; fp32 (n,), (3, 16).
 
     z = min(f, f / 3 + t[2]) of f = y * t[0] + t[1], less one where it is unsigned: in codes, not
     positions. A line ends at the first value of the next segment. The signed map's first two are
     zero and the gap next to it.
     """
     tops, slopes = segments(signed)[0], dithered_slopes(signed)
-    ends, lines, one = [], [], 0 if signed else 1
+    first, *others = _first_values(signed)
+    ends, lines, one = [*others, tops[7]], [], 0 if signed else 1
     if signed:
-        ends += [tops[0], book(True)[128]]
-        lines += [(0.0, 0.0, 0.0), (5 * slopes[1] / 3, (5 * OFFSET - 4.5) / 3, np.inf)]
+        ends = [tops[0], first, *ends]
+        lines = [(0.0, 0.0, 0.0), (5 * slopes[1] / 3, (5 * OFFSET - 4.5) / 3, np.inf)]
     for e in range(1, 9):
         n = 2 ** (e + BIAS[signed])
-        ends.append(tops[7] if e == 7 else book(signed)[2 * n + (127 if signed else -1)] if e < 7 else 1)
         near_end = (4 * n - 2 - 2 * one) / 3 if e < 8 else np.inf
         lines.append((n * slopes[e], n * OFFSET - 0.5 - one, near_end))
-    tables = np.zeros((3, 16))
+    tables = np.zeros((3, 16), np.float32)
     tables[:, : len(lines)] = np.transpose(lines)
-    return np.array(ends[:-1], np.float32), tables
+    return np.array(ends, np.float32), tables
 
 
 @cache
