@@ -57,6 +57,13 @@ HAS_FLOOR = not _X86 or bool({"sse4.1", "sse4.2", "avx"} & _FEATURES)
 DOWNWARD, UPWARD = ir.Constant(i32, 9), ir.Constant(i32, 10)
 
 
+def instruction_set() -> str:
+    """The vector instructions that code is chosen for."""
+    if HAS_AVX512:
+        return "AVX-512 with VBMI" if HAS_VBMI else "AVX-512"
+    return "AVX2" if HAS_AVX2 else f"any {platform.machine()}"
+
+
 def converts_half() -> bool:
     """Whether LLVM turns fp16 into fp32 by instructions; without, it calls what is not there."""
     return not _X86 or "f16c" in _FEATURES
