@@ -7,10 +7,12 @@ of 16 fp32 numbers, `put_s_64` and `put_u_64` store the codes of four such vecto
 is imported, from the CPU features that Numba compiles for:
 
     AVX-512 VBMI   decode by 256-entry tables of bytes held in registers
-    AVX-512        encode by tables of slopes and octaves in registers
     AVX-512, AVX2  decode by the line of a code's decade, within 2 ulp of the codebook
-    AVX2           encode by a guess of the decade that one comparison corrects
-    any other      decode by a table in memory, encode by a chain of comparisons
+    any other      decode by a table in memory
+
+    AVX-512        encode by tables of lines and octaves held in registers
+    AVX2           encode by a guess of the decade, which one comparison corrects, and tables of 8
+    any other      likewise with tables in memory, in generic vector instructions
 
 All follow `numba_tables` in encoding. `exact_s` and `exact_u` decode to the codebook's own values
 on every CPU.

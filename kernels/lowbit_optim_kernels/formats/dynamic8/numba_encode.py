@@ -80,9 +80,10 @@ def _magnitude(b: ir.IRBuilder, q: ir.Value) -> ir.Value:
     """|q|, and with AVX-512 at least SMALLEST, in one instruction too."""
     if not HAS_AVX512:
         return fabs(b, q)
-    name, least, how = "llvm.x86.avx512.mask.range.ps.512", fill(f32, SMALLEST), 0b1011
-    how, everywhere = ir.Constant(i32, how), ir.Constant(i16, 0xFFFF)
-    return call(b, name, vector(f32), q, least, how, least, everywhere, ir.Constant(i32, 4))
+    name, least = "llvm.x86.avx512.mask.range.ps.512", fill(f32, SMALLEST)
+    larger_magnitude, as_ever = ir.Constant(i32, 0b1011), ir.Constant(i32, 4)
+    everywhere = ir.Constant(i16, 0xFFFF)
+    return call(b, name, vector(f32), q, least, larger_magnitude, least, everywhere, as_ever)
 
 
 def _moved(b: ir.IRBuilder, q: ir.Value, table: np.ndarray) -> ir.Value:
