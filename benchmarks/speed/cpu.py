@@ -103,8 +103,8 @@ def _instructions(section: dict) -> str:
 def step_table(section: dict, busy: bool) -> Table:
     """Milliseconds a step, ratio to torch's fused optimizer and GB/s."""
     title = (
-        f"{section['device']}, {section['threads']} threads{_instructions(section)}; copying fp32 runs at "
-        f"{section['copy_gb_per_s']:.1f} GB/s\nms a step and torch's fused, both medians; their "
+        f"{section['device']}, {section['threads']} threads{_instructions(section)}\n"
+        f"copying fp32 runs at {section['copy_gb_per_s']:.1f} GB/s\nms a step and torch's fused, both medians; their "
         "ratio round by round, median and quartiles;\nbytes an element; bandwidth of the copy's"
     )
     grid = Table(
