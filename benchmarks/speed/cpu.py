@@ -104,8 +104,9 @@ def step_table(section: dict, busy: bool) -> Table:
     """Milliseconds a step, ratio to torch's fused optimizer and GB/s."""
     title = (
         f"{section['device']}, {section['threads']} threads{_instructions(section)}\n"
-        f"copying fp32 runs at {section['copy_gb_per_s']:.1f} GB/s\nms a step and "
-        "torch's fused, both medians; their ratio round by round, median and quartiles;\nbytes an element; bandwidth of the copy's"
+        f"copying fp32 runs at {section['copy_gb_per_s']:.1f} GB/s\n"
+        "ms a step and torch's fused, both medians; their ratio round by round, median and "
+        "quartiles;\nbytes an element; bandwidth of the copy's"
     )
     grid = Table(
         title=title, title_justify="left", box=SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False
