@@ -130,7 +130,8 @@ def rows_of(name: str, dtype: torch.dtype, rounds: int, copy: float) -> list[dic
 def table(rows: list[dict], copy: float, dtype: str) -> Table:
     """Nanoseconds an element from memory and in cache, and the bandwidth."""
     title = (
-        f"1 thread, {dtype}, {vector.instruction_set()}; copying runs at {copy:.1f} GB/s\nns an element "
+        f"1 thread, {dtype}, {vector.instruction_set()}; copying runs at {copy:.1f} GB/s\n"
+        "ns an element "
         "with the tensor in memory and with a small one in cache, medians"
     )
     grid = Table(title=title, title_justify="left", box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
