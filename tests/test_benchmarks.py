@@ -20,6 +20,7 @@ from benchmarks.common import (
 )
 from benchmarks.quality import compare_worker
 from benchmarks.speed import cpu_page
+from lowbit_optim_kernels.engines.numba import vector
 from protocol import python
 
 # These need the extra `cli`.
@@ -167,6 +168,8 @@ def test_speed_verifies_and_writes(tmp_path):
     written = json.loads((tmp_path / "speed.json").read_text())
     section = written["sections"][0]
     assert section["copy_gb_per_s"] > 0
+    assert section["instruction_set"] == vector.instruction_set()
+    assert section["torch_instruction_set"] == torch.backends.cpu.get_cpu_capability()
     assert 0 <= section["verified"]["SGD8bit"] <= verify.LIMIT_8
     (pair,) = section["pairs"]
     assert pair["baseline"] == "torch.optim.SGD-foreach"

@@ -130,7 +130,7 @@ class Recorder:
             "highest": np.max,
             "reach": lambda top, x: np.maximum(top, np.abs(x)),
             "reach_unsigned": np.maximum, "inverse_of": lambda row, largest, n: 1 / largest,
-            "LEAST": 2.0**-28, "MOST": 2.0**28, "ONE_DOWN": 1.0,
+            "LEAST": 2.0**-28, "MOST": 2.0**28,
             "decode_s": self.decode, "decode_u": self.decode,
             "encode_s": self.encode, "encode_u": self.encode,
             "place_s": lambda x, inverse: x, "place_u": lambda x, inverse: x,

@@ -41,7 +41,8 @@ def run_section(spec: dict[str, object], progress: Progress) -> dict[str, object
         if kind == "verified":
             section["verified"][event["optimizer"]] = event["error"]
         elif kind == "copy":
-            section["copy_gb_per_s"] = round(event["gb_per_s"], 2)
+            section["copy_gb_per_s"] = round(event.pop("gb_per_s"), 2)
+            section.update(event)  # the sets of instructions
         elif kind == "skipped":
             section["skipped"][event["case"]] = event["why"]
         elif kind == "pair":
@@ -93,12 +94,19 @@ def aim(pair: dict, section: dict, busy: bool) -> str:
     return f"{limit:g} {'met' if pair['ratio']['median'] <= limit else 'MISSED'}"
 
 
+def _instructions(section: dict) -> str:
+    if section["device"] != "cpu":
+        return ""
+    return f", {section['instruction_set']} (torch: {section['torch_instruction_set']})"
+
+
 def step_table(section: dict, busy: bool) -> Table:
     """Milliseconds a step, ratio to torch's fused optimizer and GB/s."""
     title = (
-        f"{section['device']}, {section['threads']} threads; copying fp32 runs at "
-        f"{section['copy_gb_per_s']:.1f} GB/s\nms a step and torch's fused, both medians; their "
-        "ratio round by round, median and quartiles;\nbytes an element; bandwidth of the copy's"
+        f"{section['device']}, {section['threads']} threads{_instructions(section)}\n"
+        f"copying fp32 runs at {section['copy_gb_per_s']:.1f} GB/s\n"
+        "ms a step and torch's fused, both medians; their ratio round by round, median and "
+        "quartiles;\nbytes an element; bandwidth of the copy's"
     )
     grid = Table(
         title=title, title_justify="left", box=SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False

@@ -100,6 +100,19 @@ def time_case(case: str, spec: Mapping[str, object], device: torch.device) -> No
         emit("pair", case=case, optimizer=name, baseline=beside, **result)
 
 
+def instruction_sets(device: torch.device) -> dict[str, str]:
+    """The vector instructions of the CPU engine and of torch, which may be told to use fewer.
+
+    (NUMBA_CPU_NAME with NUMBA_CPU_FEATURES, and ATEN_CPU_CAPABILITY, are theirs.)
+    """
+    if device.type != "cpu":
+        return {}
+    from lowbit_optim_kernels.engines.numba import vector  # Numba need not be there for a GPU
+
+    ours, theirs = vector.instruction_set(), torch.backends.cpu.get_cpu_capability()
+    return {"instruction_set": ours, "torch_instruction_set": theirs}
+
+
 def first_step(name: str, device: torch.device) -> None:
     """Seconds of this process's first step, Numba's or Triton's import included, and the next."""
     start = time.perf_counter()
@@ -125,7 +138,7 @@ def main(spec: Mapping[str, object]) -> None:
         entry = registry.REGISTRY[name]
         error = verify.verify(entry, entry.learning_rate("mnist"), device)
         emit("verified", optimizer=name, error=error if math.isfinite(error) else None)
-    emit("copy", gb_per_s=measure.copy_gb_per_s(device))
+    emit("copy", gb_per_s=measure.copy_gb_per_s(device), **instruction_sets(device))
     for case in spec["cases"]:
         time_case(case, spec, device)
 

@@ -24,6 +24,7 @@ from rich.table import Table
 from benchmarks.common import measure, registry, report, verify
 from benchmarks.static import traffic
 from lowbit_optim_kernels.engines.numba import threads as numba_threads
+from lowbit_optim_kernels.engines.numba import vector
 
 LARGE, SMALL = 1 << 24, 64 * 256  # elements
 REPEATED = 64
@@ -129,7 +130,8 @@ def rows_of(name: str, dtype: torch.dtype, rounds: int, copy: float) -> list[dic
 def table(rows: list[dict], copy: float, dtype: str) -> Table:
     """Nanoseconds an element from memory and in cache, and the bandwidth."""
     title = (
-        f"1 thread, {dtype}; copying runs at {copy:.1f} GB/s; ns an element\n"
+        f"1 thread, {dtype}, {vector.instruction_set()}; copying runs at {copy:.1f} GB/s\n"
+        "ns an element "
         "with the tensor in memory and with a small one in cache, medians"
     )
     grid = Table(title=title, title_justify="left", box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
@@ -185,7 +187,8 @@ def main(
     options = {"optimizer": optimizer, "dtype": dtype, "rounds": rounds}
     written = {
         **report.origin("benchmarks.speed.passes", options),
-        "load_before": load, "dtype": dtype, "copy_gb_per_s": copy, "passes": rows,
+        "load_before": load, "dtype": dtype, "instruction_set": vector.instruction_set(),
+        "copy_gb_per_s": copy, "passes": rows,
     }  # fmt: skip
     report.write_json(out / "passes.json", written)
     console.print(f"results: {out / 'passes.json'}", soft_wrap=True)

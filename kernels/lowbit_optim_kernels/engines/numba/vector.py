@@ -51,14 +51,22 @@ _FEATURES = host_features()
 HAS_AVX512 = {"avx512f", "avx512bw", "avx512dq"} <= _FEATURES
 HAS_AVX2 = {"avx2", "fma"} <= _FEATURES
 HAS_VBMI = HAS_AVX512 and "avx512vbmi" in _FEATURES
-HAS_SSE41 = bool({"sse4.1", "sse4.2", "avx"} & _FEATURES)
+_X86 = platform.machine().lower() in ("x86_64", "amd64")
+HAS_FLOOR = not _X86 or bool({"sse4.1", "sse4.2", "avx"} & _FEATURES)
 # How instructions of AVX-512 round, without exceptions.
 DOWNWARD, UPWARD = ir.Constant(i32, 9), ir.Constant(i32, 10)
 
 
+def instruction_set() -> str:
+    """The vector instructions that code is chosen for."""
+    if HAS_AVX512:
+        return "AVX-512 with VBMI" if HAS_VBMI else "AVX-512"
+    return "AVX2" if HAS_AVX2 else f"any {platform.machine()}"
+
+
 def converts_half() -> bool:
     """Whether LLVM turns fp16 into fp32 by instructions; without, it calls what is not there."""
-    return platform.machine().lower() not in ("x86_64", "amd64") or "f16c" in host_features()
+    return not _X86 or "f16c" in _FEATURES
 
 
 class VectorType(types.Type):
@@ -118,9 +126,14 @@ def fabs(builder: ir.IRBuilder, x: ir.Value) -> ir.Value:
     return call(builder, "llvm.fabs.v16f32", vector(f32), x)
 
 
+def multiply_add(builder: ir.IRBuilder, x: ir.Value, y: ir.Value, z: ir.Value) -> ir.Value:
+    """The sum x y + z, rounded once where the machine can: elsewhere that would be a function."""
+    return call(builder, "llvm.fmuladd.v16f32", vector(f32), x, y, z)
+
+
 def floor(builder: ir.IRBuilder, x: ir.Value) -> ir.Value:
     """The next integers below the lanes of a vector, which an int32 holds; in fp32."""
-    if HAS_SSE41:
+    if HAS_FLOOR:
         return call(builder, "llvm.floor.v16f32", vector(f32), x)
     cut = builder.sitofp(builder.fptosi(x, vector(i32)), vector(f32))  # LLVM would call a function
     over = builder.fcmp_ordered(">", cut, x)
@@ -174,7 +187,7 @@ _binary(operator.or_, lambda b, x, y: b.or_(x, y), M, M)
 @intrinsic
 def fused(typing, x, y, z):
     """The sum x y + z, rounded once where the machine can, so that the product costs nothing."""
-    return F(F, F, F), lambda c, b, s, a: call(b, "llvm.fmuladd.v16f32", vector(f32), *a)
+    return F(F, F, F), lambda c, b, s, a: multiply_add(b, *a)
 
 
 @intrinsic

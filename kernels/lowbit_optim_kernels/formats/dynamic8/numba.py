@@ -7,10 +7,15 @@ of 16 fp32 numbers, `put_s_64` and `put_u_64` store the codes of four such vecto
 is imported, from the CPU features that Numba compiles for:
 
     AVX-512 VBMI   decode by 256-entry tables of bytes held in registers
-    AVX-512, AVX2  encode by tables of slopes and octaves, held in registers or in the first cache
-    any other      decode by a table in memory, encode by a chain of comparisons
+    AVX-512, AVX2  decode by the line of a code's decade, within 2 ulp of the codebook
+    any other      decode by a table in memory
 
-All are exact in decoding and follow `numba_tables` in encoding.
+    AVX-512        encode by tables of lines and octaves held in registers
+    AVX2           encode by a guess of the decade, which one comparison corrects, and tables of 8
+    any other      likewise with tables in memory, in generic vector instructions
+
+All follow `numba_tables` in encoding. `exact_s` and `exact_u` decode to the codebook's own values
+on every CPU.
 """
 
 from __future__ import annotations
@@ -26,8 +31,8 @@ from ...engines.numba.dither import fractions, next_bits
 from ...engines.numba.memory import load_f32, store_f32
 from ...engines.numba.vector import HAS_AVX512 as HAS_AVX512
 from ...engines.numba.vector import f32, i32
-from . import numba_decode, numba_encode, numba_tables
-from .numba_decode import decode_s_64, decode_u_64
+from . import numba_decode, numba_encode, numba_registers, numba_tables
+from .numba_decode import decode_s_64, decode_u_64, exact_s_64, exact_u_64
 from .numba_encode import SIGNED, UNSIGNED
 from .numba_encode import dither_s as dither_s
 from .numba_encode import dither_u as dither_u
@@ -37,14 +42,13 @@ from .numba_encode import put_dithered_s_64 as put_dithered_s_64
 from .numba_encode import put_dithered_u_64 as put_dithered_u_64
 from .numba_encode import put_s_64 as put_s_64
 from .numba_encode import put_u_64 as put_u_64
-from .numba_tables import DOWN
 
 # For the engine: the template of its passes, and the modules that compiled code depends on as well.
 PASSES = "lowbit_optim_kernels.formats.dynamic8.numba_passes"
-DEPENDS = (numba_decode, numba_encode, numba_tables)
+DEPENDS = (numba_decode, numba_encode, numba_registers, numba_tables)
 
-# What absmax is divided into, and between what that needs no care.
-ONE_DOWN, LEAST, MOST = np.float32(2.0**DOWN), np.float32(2.0**-28), np.float32(2.0**28)
+LEAST, MOST = np.float32(2.0**-28), np.float32(2.0**28)  # between which absmax needs no care
+_ONE = np.float32(1.0)
 
 
 @intrinsic
@@ -63,29 +67,39 @@ def _power_of_two_near(typing, a):
 
 @njit(nogil=True, error_model="numpy", inline="never")
 def inverse_of(x, absmax, n):
-    """2**DOWN / absmax, to encode n numbers at x; rescales them in place if far from 1."""
+    """1 / absmax, to encode n numbers at x; rescales them in place if far from 1."""
     if absmax > LEAST and absmax < MOST:
-        return ONE_DOWN / absmax
+        return _ONE / absmax
     if not absmax > np.float32(0):
         return np.float32(0)
     s = _power_of_two_near(absmax)
     for i in range(0, n, 16):
         store_f32(x + 4 * i, load_f32(x + 4 * i) * s)
-    return ONE_DOWN / (absmax * s)
+    return _ONE / (absmax * s)
 
 
 def _block_functions(
     kind: str,
     decode_64: Callable,
+    exact_64: Callable,
     place: Callable,
     put_64: Callable,
     dithered: Callable,
     put_dithered_64: Callable,
 ) -> tuple:
     def decode(codes, out, n):
-        """n codes, a multiple of 64, to codebook values at out."""
+        """n codes, a multiple of 64, to numbers at out."""
         for i in range(0, n, 64):
             a, b, c, d = decode_64(codes + i)
+            store_f32(out + 4 * i, a)
+            store_f32(out + 4 * i + 64, b)
+            store_f32(out + 4 * i + 128, c)
+            store_f32(out + 4 * i + 192, d)
+
+    def exact(codes, out, n):
+        """The same to codebook values."""
+        for i in range(0, n, 64):
+            a, b, c, d = exact_64(codes + i)
             store_f32(out + 4 * i, a)
             store_f32(out + 4 * i + 64, b)
             store_f32(out + 4 * i + 128, c)
@@ -116,11 +130,15 @@ def _block_functions(
     # Numba names machine code by the function's name and a counter of the process that compiled it.
     # Code loaded from the disk cache has the counters of several processes, so that two functions
     # of one name can meet: the signed one would run for the unsigned.
-    for function in (decode, encode, encode_dithered):
+    for function in (decode, exact, encode, encode_dithered):
         function.__name__ = function.__qualname__ = f"{function.__name__}_{kind}"
     compiled = njit(nogil=True, error_model="numpy")
-    return compiled(decode), compiled(encode), compiled(encode_dithered)
+    return tuple(compiled(x) for x in (decode, exact, encode, encode_dithered))
 
 
-decode_s, encode_s, encode_dithered_s = _block_functions("signed", decode_s_64, *SIGNED)
-decode_u, encode_u, encode_dithered_u = _block_functions("unsigned", decode_u_64, *UNSIGNED)
+decode_s, exact_s, encode_s, encode_dithered_s = _block_functions(
+    "signed", decode_s_64, exact_s_64, *SIGNED
+)
+decode_u, exact_u, encode_u, encode_dithered_u = _block_functions(
+    "unsigned", decode_u_64, exact_u_64, *UNSIGNED
+)

@@ -1,4 +1,7 @@
-"""Decoding `dynamic8` on vectors of 16 lanes, 64 codes at a time."""
+"""Decoding `dynamic8` on vectors of 16 lanes, 64 codes at a time.
+
+By bytes and by memory a number is the codebook's; by lines it may be 2 ulp off.
+"""
 
 from __future__ import annotations
 
@@ -11,6 +14,8 @@ from numba.core import cgutils
 from numba.extending import intrinsic
 
 from ...engines.numba.vector import (
+    HAS_AVX2,
+    HAS_AVX512,
     HAS_VBMI,
     F,
     call,
@@ -22,13 +27,13 @@ from ...engines.numba.vector import (
     i16,
     i32,
     i64,
+    multiply_add,
     pointer,
     shuffle,
     vector,
 )
-from .numba_tables import (
-    book,
-)
+from .numba_registers import look_up
+from .numba_tables import book, decoding_lines
 
 # Of a 4 x 4 matrix of 32-bit words: undoes the order that instructions on 128-bit lanes leave.
 TRANSPOSE = [4 * (i % 4) + i // 4 for i in range(16)]
@@ -107,9 +112,29 @@ def _decode_by_memory(b: ir.IRBuilder, address: ir.Value, signed: bool) -> list:
     return vectors
 
 
-def _decoder(signed: bool) -> Callable:
-    decode = _decode_by_bytes if HAS_VBMI else _decode_by_memory
+def _decode_by_lines(b: ir.IRBuilder, address: ir.Value, signed: bool) -> list:
+    """Positions, as floats, by the lines of their decades."""
+    slopes, offsets = decoding_lines(signed)
+    vectors = []
+    for k in range(0, 64, 16):
+        at = pointer(b, b.add(address, ir.Constant(i64, k)), vector(i8))
+        codes = b.zext(b.load(at, align=1), vector(i32))
+        f = b.sitofp(b.add(codes, fill(i32, -127 if signed else 1)), vector(f32))
+        bits = b.bitcast(f, vector(i32))
+        exponent = b.lshr(bits, fill(i32, 23))
+        slope, offset = (look_up(b, table, exponent) for table in (slopes, offsets))
+        if signed:
+            power = b.bitcast(b.and_(bits, fill(i32, 0xFF800000)), vector(f32))
+            f, offset = b.fsub(f, power), b.fmul(power, offset)
+        vectors.append(multiply_add(b, f, slope, offset))
+    return vectors
 
+
+_exact = _decode_by_bytes if HAS_VBMI else _decode_by_memory
+_fast = _decode_by_lines if HAS_AVX2 or HAS_AVX512 else _decode_by_memory
+
+
+def _decoder(decode: Callable, signed: bool) -> Callable:
     @intrinsic
     def decode_64(typing, address):
         def emit(context, b, signature, args):
@@ -121,4 +146,8 @@ def _decoder(signed: bool) -> Callable:
     return decode_64
 
 
-decode_s_64, decode_u_64 = _decoder(True), _decoder(False)
+exact_s_64, exact_u_64 = _decoder(_exact, True), _decoder(_exact, False)
+# Within a step.
+decode_s_64, decode_u_64 = (
+    (exact_s_64, exact_u_64) if HAS_VBMI else (_decoder(_fast, True), _decoder(_fast, False))
+)

@@ -27,7 +27,6 @@ from ...engines.numba.vector import (
 from .numba import (
     LEAST,
     MOST,
-    ONE_DOWN,
     decode_s,
     decode_u,
     dither_s,
@@ -36,6 +35,8 @@ from .numba import (
     encode_dithered_u,
     encode_s,
     encode_u,
+    exact_s,
+    exact_u,
     inverse_of,
     place_s,
     place_u,
@@ -71,7 +72,7 @@ def new_scales():
     """Store the block's scales, and have what multiplies the moments to encode them."""
     largest[MOMENTS] = tuple(highest(top[m]) for m in MOMENTS)
     if all(LEAST < largest[m] < MOST for m in MOMENTS):
-        inverse[MOMENTS] = tuple(ONE_DOWN / largest[m] for m in MOMENTS)
+        inverse[MOMENTS] = tuple(f32(1.0) / largest[m] for m in MOMENTS)
     else:
         largest[MOMENTS], inverse[MOMENTS] = mend(row + 4 * start, stop - start, *largest[MOMENTS])
     for m, scales in zip(MOMENTS, BLOCK_PARTS):
@@ -196,7 +197,7 @@ def decode_tensor(lo, hi, row, x_at, codes_at, absmax_at):
         codes = enter(codes_at + first, spare, size, n, 1, PADS[0])
         x = x_at + 4 * first if size == n else spare + 4 * BLOCK
         scale = read_f32(absmax_at + 4 * b)
-        (decode_s if MOMENT.signed else decode_u)(codes, x, n)
+        (exact_s if MOMENT.signed else exact_u)(codes, x, n)
         for j in range(0, n, 16):
             store_f32(x + 4 * j, load_f32(x + 4 * j) * scale)
         leave(x_at + 4 * first, x, size, 4)

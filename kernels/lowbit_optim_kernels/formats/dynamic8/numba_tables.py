@@ -10,6 +10,10 @@ the code of 1.0. Segment e holds the positions 2**E to 2**(E+1) - 1 with E = e +
 from the segment and its mantissa from v; no comparison is needed, and ties go down because the
 floor of the largest float below a midpoint does. Slopes are fitted to the fp32 codebook.
 
+Where AVX-512 looks a segment up by y's exponent, it looks at the lowest bits of the field only. A y
+below 2**-31 is taken for one that is 2**32 times as large, or 2**64, and its position comes out as
+many times too small: less than one.
+
 By dither a number takes one of the two positions around it. With n = 2**E and F = n v - 1/2, which
 is a whole number at a position's own value, it lies at
 
@@ -30,8 +34,10 @@ from . import create_dynamic_map
 
 BIAS = {True: -1, False: 0}
 OFFSET = float(np.float32(8.0 / 9.0))
-# y is kept as y * 2**DOWN: its exponent field is then 1..31, and 0 for y < 2**-30.
-DOWN = -96
+# Less than half the smallest code of the signed map, for what cannot do with less. Of the unsigned
+# one a positive number never becomes zero: those below the smallest code, which is 3.25e-7, are
+# taken for LEAST to be rounded to nearest, and by dither for a little more than that code.
+SMALLEST, LEAST, LEAST_DITHERED = 2.0**-30, 2.5e-7, 3.25e-7 * (1.0 + 2.0**-20)
 
 
 @cache
@@ -85,47 +91,128 @@ def dithered_slopes(signed: bool) -> np.ndarray:
     return slopes
 
 
-def octave_table(signed: bool) -> np.ndarray:
-    """What to add to the bits of y * 2**DOWN so that the exponent becomes E; uint32 (32,).
+def octave_table(tops: np.ndarray, first: int) -> np.ndarray:
+    """What to add to the bits of y to make its exponent field `first` and one more above each top.
 
-    Indexed by the exponent field. An octave has at most one segment boundary inside; there the
-    mantissa's carry adds the one.
+    uint32 (32,), indexed by the low five bits of y's own field. An octave has at most one of the
+    tops inside; there the mantissa's carry adds the one.
     """
-    tops = segments(signed)[0]
     table = np.zeros(32, dtype=np.uint64)
-    for exponent in range(32):
-        low, high = (2.0 ** (k - 127 - DOWN) for k in (exponent, exponent + 1))
-        base = 127 + BIAS[signed] + int(np.sum(tops < low))
+    for exponent in range(96, 128):
+        low, high = (2.0 ** (k - 127) for k in (exponent, exponent + 1))
+        base = first + int(np.sum(tops < low))
         inside = tops[(tops >= low) & (tops < high)]
         add = ((base - exponent) << 23) % 2**32
         if len(inside):
             add += 2**23 - 1 - (int(inside[0].view(np.uint32)) & (2**23 - 1))
-        if not signed and exponent == 0:
-            add = (128 << 23) - 1  # zero gets position 0, anything above it segment 1
-        table[exponent] = add % 2**32
+        table[exponent & 31] = add % 2**32
     return table.astype(np.uint32)
 
 
-def slope_table(signed: bool, slopes: np.ndarray) -> np.ndarray:
-    """Slopes for y * 2**DOWN by the low four bits of the exponent field 127 + E; fp64 (16,)."""
-    table = np.zeros(16)
-    for e, slope in enumerate(slopes):
-        table[(e + BIAS[signed] + 127) & 15] = slope * 2.0**-DOWN
+def slope_table(signed: bool) -> np.ndarray:
+    """Slopes by the low four bits of the exponent field 127 + E; fp32 (16,)."""
+    table = np.zeros(16, dtype=np.float32)
+    for e, slope in enumerate(segments(signed)[1]):
+        table[(e + BIAS[signed] + 127) & 15] = slope
     return table
 
 
-def line_tables(signed: bool) -> np.ndarray:
-    """The z of dithered codes, as lines for each segment; fp64 (4, 16), indexed as `slope_table`.
+def _first_values(signed: bool) -> np.ndarray:
+    """The smallest y of segments 1..7; fp32."""
+    return book(signed)[[2 ** (e + BIAS[signed]) + (127 if signed else -1) for e in range(1, 8)]]
 
-    z = min(f, f / 3 + t[2], 5 f / 3 + t[3]) of f = y * 2**DOWN * t[0] + t[1], less one where it is
-    unsigned: in codes, not positions. Zero's is 0, or NaN, which comes out below any code.
+
+def dithered_tops(signed: bool) -> np.ndarray:
+    """The largest y of segments 0..7 by dither; fp32. No unsigned number is in segment 0.
+
+    The unsigned ones end at the next segment's first value, so that they have only a gap above.
     """
-    tables = np.zeros((4, 16))
-    one = 0 if signed else 1
-    for e, slope in enumerate(dithered_slopes(signed)):
-        n = 2.0 ** (e + BIAS[signed])
-        line = [n * slope * 2.0**-DOWN, n * OFFSET - 0.5 - one]
-        line += [(4 * n - 2 - 2 * one) / 3, (2 * one - 2 * n) / 3]
-        zero = [0.0, 0.0 if signed else np.nan, 0.0, 0.0]
-        tables[:, (e + BIAS[signed] + 127) & 15] = line if e else zero
-    return tables
+    tops = segments(signed)[0].astype(np.float32)
+    if not signed:
+        tops[1:7] = _first_values(False)[1:]
+    return tops
+
+
+@cache
+def line_tables(signed: bool) -> tuple[np.ndarray, np.ndarray]:
+    """The z of dithered codes as lines: where all but the last end, and they; fp32 (n,), (3, 16).
+
+    z = min(f, f / 3 + t[2]) of f = y * t[0] + t[1], less one where it is unsigned: in codes, not
+    positions. A line ends at the first value of the next segment. The signed map's first two are
+    zero and the gap next to it.
+    """
+    tops, slopes = segments(signed)[0], dithered_slopes(signed)
+    first, *others = _first_values(signed)
+    ends, lines, one = [*others, tops[7]], [], 0 if signed else 1
+    if signed:
+        ends = [tops[0], first, *ends]
+        lines = [(0.0, 0.0, 0.0), (5 * slopes[1] / 3, (5 * OFFSET - 4.5) / 3, np.inf)]
+    for e in range(1, 9):
+        n = 2 ** (e + BIAS[signed])
+        near_end = (4 * n - 2 - 2 * one) / 3 if e < 8 else np.inf
+        lines.append((n * slopes[e], n * OFFSET - 0.5 - one, near_end))
+    tables = np.zeros((3, 16), np.float32)
+    tables[:, : len(lines)] = np.transpose(lines)
+    return np.array(ends, np.float32), tables
+
+
+@cache
+def guess(signed: bool) -> tuple[float, int]:
+    """(a, b): a * bits(y) + b, rounded, is the segment of y or the one before.
+
+    The bits of a float, as an integer, are nearly linear in its logarithm. The line turns in the
+    middle of a segment, where it is an octave and a half from turning too early or too late. (b is
+    whole, so that it can be added to a large number.)
+    """
+    ends = segments(signed)[0].astype(np.float32)
+    if not signed:
+        ends[0] = LEAST
+    bits = ends.view(np.int32).astype(np.float64)
+    middle, turns = (bits[:-1] + bits[1:]) / 2, np.arange(0.5, 7)
+    b = round(np.polyfit(middle, turns, 1)[1])
+    return float(np.mean((turns - b) / middle)), b
+
+
+@cache
+def decoding_lines(signed: bool) -> tuple[np.ndarray, np.ndarray]:
+    """Slopes and offsets of the codebook's values, within an ulp of them or two; fp32 (8,).
+
+    Of a position f, with power the power of two in it, both with the code's sign,
+
+        value = slope (f - power) + offset power      signed
+        value = slope f + offset                      unsigned
+
+    rounded once, by the low three bits of f's exponent field. The last position, 1.0, has a line of
+    its own; the unsigned position 1, which is zero, shares it.
+    """
+    slopes, offsets = np.zeros(8, np.float32), np.zeros(8, np.float32)
+    for e in range(7):
+        n = 2**e if signed else 2 ** (e + 1)
+        f, first = np.arange(n, 2 * n), n if signed else 0
+        want = book(signed)[f + 127 if signed else f - 1]
+        slope = 0.9 * 10.0 ** (e - 6) / n
+        offset = 10.0 ** (e - 6) * (0.45 / n - 0.8) + slope * first
+        place = (127 + e + (not signed)) & 7
+        slopes[place], offsets[place] = _best_line(f - first, first or 1, want, slope, offset)
+    if signed:
+        offsets[6] = 1.0 / 128
+    else:
+        slopes[7], offsets[7] = 1.0 / 255, -1.0 / 255
+    return slopes, offsets
+
+
+def _best_line(
+    x: np.ndarray, power: int, want: np.ndarray, slope: float, offset: float
+) -> tuple[np.float32, np.float32]:
+    """The fp32 slope and offset / power near these that give the values nearest to those wanted."""
+    first, second = np.float32(slope), np.float32(offset / power)
+    best, least = (first, second), np.inf
+    for i in range(-2, 3):
+        s = first + np.float32(i) * np.spacing(first)
+        for j in range(-8, 9):
+            t = second + np.float32(j) * np.spacing(second)
+            value = (x * np.float64(s) + np.float64(t) * power).astype(np.float32)
+            off = float(np.max(np.abs(value - want) / np.spacing(want)))
+            if off < least:
+                best, least = (s, t), off
+    return best
