@@ -57,12 +57,7 @@ def _processor() -> str:
         return f"not known: {refusal.reason}"
     from lowbit_optim_kernels.engines.numba import vector
 
-    there = {
-        "AVX-512 with VBMI": vector.HAS_VBMI, "AVX-512": vector.HAS_AVX512,
-        "AVX2 and FMA": vector.HAS_AVX2, "SSE4.1": vector.HAS_SSE41,
-    }  # fmt: skip
-    best = next((name for name, has in there.items() if has), "LLVM's generic vectors")
-    return f"{best}, {torch.get_num_threads()} threads"
+    return f"{vector.instruction_set()}, {torch.get_num_threads()} threads"
 
 
 def _devices() -> Iterator[str]:
