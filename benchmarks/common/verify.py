@@ -36,7 +36,7 @@ def _rule(optimizer: torch.optim.Optimizer) -> Callable[..., torch.Tensor]:
 
 
 def _limit(entry: Entry) -> float:
-    if "4bit" in entry.name:
+    if "4bit" in entry.name or "Fp8" in entry.name:  # fp8 has three bits of mantissa
         return LIMIT_4
     if "8bit" not in entry.name and entry.peer in (None, "torch"):
         return LIMIT_32
