@@ -101,6 +101,24 @@ print("nearest")
     assert run(cpu, script, tmp_path) == "nearest"
 
 
+def test_codes_decode_to_the_codebook(cpu, tmp_path):
+    """Exactly, but within a step, where it may be two ulp off."""
+    script = """
+import numpy as np
+import reference_codec
+codes = np.arange(256, dtype=np.uint8)
+for signed, decode in ((True, numba_codec.decode_s), (False, numba_codec.decode_u)):
+    book, near = reference_codec.codebook(signed), np.full(256, np.nan, np.float32)
+    decode(codes.ctypes.data, near.ctypes.data, 256)
+    np.testing.assert_array_max_ulp(near, book, 2)
+    assert (near == 0).tolist() == (book == 0).tolist(), signed
+    exact = lowbit_optim.dequantize_blockwise(torch.from_numpy(codes), torch.ones(1), signed=signed)
+    np.testing.assert_array_equal(exact.numpy(), book)
+print("codebook")
+"""
+    assert run(cpu, script, tmp_path) == "codebook"
+
+
 def test_float16(cpu, tmp_path):
     """Without F16C there are no instructions for it, and Numba would crash."""
     script = """
