@@ -7,6 +7,7 @@ again, so that later steps outside the graph and replays do not disturb each oth
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
@@ -205,8 +206,8 @@ def streams(rule: Rule) -> list[int]:
 
 
 def random_column(rule: Rule) -> int:
-    """Where `floats` has two numbers for each of the streams."""
-    return SCALARS + len(float_names(rule))
+    """Where `floats` has two numbers for each of the streams; even, as it is read by pairs."""
+    return SCALARS + len(float_names(rule)) + len(float_names(rule)) % 2
 
 
 def lanes(rule: Rule, fn: RuleFunction) -> int:
@@ -340,10 +341,21 @@ def constants(kinds: tuple[Kind, ...]) -> dict[str, Any]:
                 piece,
                 kind.far,
                 *_of_weights(kind.weights),
+                _run(kind),
             )
             for kind, piece in zip(kinds, pieces(kinds), strict=True)
         )
     }
+
+
+def _run(kind: Kind) -> int:
+    """How many elements a thread takes in a row, at most.
+
+    16 bytes of p and g: with more, a warp would read every other 16 bytes at a time. A format of
+    whose kernels something else is the limit has a RUN of its own.
+    """
+    module = importlib.import_module(kind.format.triton)
+    return getattr(module, "RUN", 16 // max(kind.p.itemsize, kind.g.itemsize))
 
 
 def _of_weights(weights: Weights) -> tuple[bool, int, bool, int]:

@@ -29,6 +29,7 @@ SQUARE_LEVELS = tl.constexpr(float(of_ratio.SQUARE_LEVELS[8]))
 RATIO_LEVELS = tl.constexpr(float(of_ratio.RATIO_LEVELS[8]))
 ZERO, SOFT = tl.constexpr(float(of_ratio.ZERO)), tl.constexpr(of_ratio.SOFT)
 LARGEST, LEAST_SCALE = tl.constexpr(of_ratio.LARGEST), tl.constexpr(of_ratio.LEAST_SCALE)
+RUN = 16  # instructions are the limit, and what is done once a block is done by fewer threads
 INTEGER = tl.constexpr(2.0**23)  # what is added to an integer has it in its low bits
 
 
