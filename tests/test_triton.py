@@ -324,7 +324,8 @@ def test_the_order_of_kinds_does_not_depend_on_that_of_the_tensors():
 
 def test_every_kind_has_a_number():
     dtypes = len(triton_plan.DTYPES)
-    kinds = dtypes * dtypes * 3 * max(8, len(formats.FORMATS))  # whole, aligned, neither
+    tiles = 1 + len(triton_plan.ALIGNMENTS)  # whole ones, too
+    kinds = dtypes * dtypes * tiles * max(8, len(formats.FORMATS))
     assert kinds * triton_plan.NUMBER <= 2**31
 
 

@@ -15,7 +15,7 @@ TILE elements: as many blocks of its tensor's format. Tables on the device:
     tables    fp32  (...)            look-up tables of the formats, one after the other
 
 A tile is WHOLE when its blocks are full, one after the other, and at aligned addresses: it needs no
-mask. ALIGN is 16 where every block starts at a multiple of 16 elements, else 1. These two, the
+mask. Every block starts at a multiple of ALIGN elements, which is 16, 4 or 1. These two, the
 dtypes of p and g, how weights are stored, the format, and whether numbers of blocks may be FAR, of
 more than 32 bits, are a tile's kind. With one kind in a launch all is one function in the machine
 code. With several there is one for each: were they inlined, the compiler would give the tiles of

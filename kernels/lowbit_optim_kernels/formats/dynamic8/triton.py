@@ -71,15 +71,14 @@ def decode_codes(codes, tables, SIGNED: tl.constexpr):
 
 
 @triton.jit
-def absmax(x):
+def absmax(x, SIGNED: tl.constexpr):
     """Per block: the largest magnitude of finite x, which is what is stored as its scale.
 
     A largest magnitude under 1.2e-38 is raised to it.
     """
-    # Floats within a thread, whose instructions take magnitudes; then integers of the same order,
-    # of which a warp finds the largest by one instruction.
-    fours = tl.max(tl.reshape(tl.abs(x), [x.shape[0], x.shape[1] // 4, 4]), 2)
-    top = tl.max(fours.to(tl.int32, bitcast=True), 1).to(tl.float32, bitcast=True)
+    # As integers, of which a warp finds the largest by one instruction.
+    magnitude = (tl.abs(x) if SIGNED else x).to(tl.int32, bitcast=True)
+    top = tl.max(magnitude, 1).to(tl.float32, bitcast=True)
     return tl.where(top > 0.0, tl.maximum(top, FLOOR), 0.0)
 
 
@@ -205,7 +204,7 @@ def decode(codes, scales, tables, MOMENTS: tl.constexpr, PTX: tl.constexpr):
 @triton.jit
 def scales(moments, MOMENTS: tl.constexpr, PTX: tl.constexpr):
     """The scales of a finite moment, one a block."""
-    return (absmax(moments[0]),)
+    return (absmax(moments[0], MOMENTS[0][SIGNED]),)
 
 
 @triton.jit
