@@ -312,16 +312,16 @@ def pieces(kinds: Sequence[Kind]) -> list[int]:
     """Blocks of a tile that a program updates at a time, for each kind.
 
     A kernel takes the registers of its largest kind, and with more of them fewer programs share a
-    multiprocessor. So the kinds beside whole tiles of the narrowest state are cut in half, and
-    always those of unaligned blocks, which have an address for every element, and whose sums are
-    formed piece by piece. (Not smaller: every piece brings look-up tables into shared memory.)
+    multiprocessor. So the kinds beside whole tiles of the narrowest state are cut in half, and in
+    quarters always those of unaligned blocks, which have an address for every element, and whose
+    sums are formed piece by piece. (Not smaller: each piece brings tables into shared memory.)
     """
     narrowest = min((kind.format.bits for kind in kinds if kind.whole), default=0)
 
     def of(kind: Kind) -> int:
         alone = len(kinds) == 1 or (kind.whole and kind.format.bits == narrowest)
-        blocks = blocks_of_tile(kind.format)
-        return blocks if alone and kind.align > 1 else max(1, blocks // 2)
+        parts = 4 if kind.align == 1 else 1 if alone else 2
+        return max(1, blocks_of_tile(kind.format) // parts)
 
     return [of(kind) for kind in kinds]
 
