@@ -259,16 +259,15 @@ def test_one_line_per_cell_hits_every_midpoint(signed, up):
     middle = reference_codec.midpoints(signed)
     gap = np.diff(reference_codec.codebook(signed).astype(np.float64))
     first = 0 if signed else 1  # the unsigned map has no midpoint between zero and code 1
-    scale = triton_tables.SCALE_SIGNED if signed else triton_tables.SCALE_UNSIGNED
-    offset = triton_tables.OFFSET_SIGNED if signed else triton_tables.OFFSET_UNSIGNED
-    table = triton_tables.lines(signed, up).astype(np.float64)
+    lines, numbers = triton_tables.lines(signed, up)
     for side in (-5e-5, 5e-5):
         x = (middle + side * gap)[first:]
-        y = x * scale + (0 if signed else triton_tables.SHIFT)
-        half = y.astype(np.float16).view(np.uint16) >> 8
-        cell = half if signed else (y.astype(np.float32).view(np.uint32) >> 19) & 511
-        slope, start = table[cell].T
-        codes = np.rint(slope * y + start).astype(int) + offset
+        y = np.abs(x) * triton_tables.SCALE[signed] + triton_tables.SHIFT
+        cell = y.astype(np.float32).view(np.uint32) >> (23 - triton_tables.BITS[signed])
+        slope, start = lines[numbers[cell % triton_tables.CELLS[signed]]].T.astype(np.float64)
+        z = np.rint(slope * y + start).astype(int)
+        z = np.maximum(np.sign(x).astype(int) * z, -127) if signed else z
+        codes = z + triton_tables.OFFSET[signed]
         np.testing.assert_array_equal(codes, reference_codec.nearest(x, signed))
 
 
@@ -325,7 +324,8 @@ def test_the_order_of_kinds_does_not_depend_on_that_of_the_tensors():
 
 def test_every_kind_has_a_number():
     dtypes = len(triton_plan.DTYPES)
-    kinds = dtypes * dtypes * 3 * max(8, len(formats.FORMATS))  # whole, aligned, neither
+    tiles = 1 + len(triton_plan.ALIGNMENTS)  # whole ones, too
+    kinds = dtypes * dtypes * tiles * max(8, len(formats.FORMATS))
     assert kinds * triton_plan.NUMBER <= 2**31
 
 

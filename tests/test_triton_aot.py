@@ -17,11 +17,12 @@ pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="Tr
 
 ROOT = Path(__file__).resolve().parent.parent
 # Instructions per element, all passes of a step together, bf16 on sm_90. Counted with Triton 3.7.1:
-# AdamW 51.8, SGD 28.6, Lion 34.1, LARS 51.3, its cap 57.8. A change that needs more has to say why.
-# The dither of AdamW's square takes 12.6 more: z is followed from value to value, not to midpoints.
-CEILINGS = {"AdamW": 66, "SGD": 35, "Lion": 35, "LARS": 60, "LARS-cap": 60}
-# Of AdamW with state formats and bits of weights. Counted with Triton 3.7: 55.6, 60.5, 67.1, 62.9
-# and 64.1.
+# AdamW 55.6, SGD 30.8, Lion 35.8, LARS 53.0, its cap 61.7. A change that needs more has to say why:
+# 2 to 4 of these are what look-ups without bank conflicts and requests of whole sectors take.
+# The dither of AdamW's square takes 10.8 more: z is followed from value to value, not to midpoints.
+CEILINGS = {"AdamW": 67, "SGD": 35, "Lion": 37, "LARS": 60, "LARS-cap": 63}
+# Of AdamW with state formats and bits of weights. Counted with Triton 3.7: 55.0, 59.8, 66.6, 62.3
+# and 65.3.
 FORMATS = {
     ("AdamW", "ratio8", "0"): 58,
     ("AdamW", "ratio8", "16"): 63,

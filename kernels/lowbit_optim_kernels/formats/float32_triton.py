@@ -7,6 +7,7 @@ import triton
 import triton.language as tl
 
 SEPARATE = True
+RUN = 4  # 16 bytes
 
 
 @triton.jit

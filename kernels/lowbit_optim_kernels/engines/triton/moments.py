@@ -10,7 +10,7 @@ from .tiles import load, moment_bits, operand, pointer, store
 
 # Of a kind, and of its weights.
 P_TYPE, G_TYPE, FORMAT, WHOLE, ALIGN, PIECE, FAR = (tl.constexpr(i) for i in range(7))
-SPLIT, EXTRA, DITHERED, LOW_TYPE = (tl.constexpr(i) for i in range(7, 11))
+SPLIT, EXTRA, DITHERED, LOW_TYPE, RUN = (tl.constexpr(i) for i in range(7, 12))
 BLOCK, UNITS, ORDER, INEXACT = (tl.constexpr(i) for i in range(4))  # of a format
 # Of a unit, of each of its tensors, and of its format's functions.
 CODEC, MOMENTS, EXACT, INDEX, ELEMENTS, PER_BLOCK, TABLE = (tl.constexpr(i) for i in range(7))
@@ -35,7 +35,13 @@ def read_unit(row_at, tables, base, at, block, inside, mask,
     elements, scales, element_at, scale_at = (), (), (), ()
     for k in tl.static_range(len(UNIT[ELEMENTS])):
         here = operand(
-            row_at, base, at, UNIT[ELEMENTS][k][COLUMN], UNIT[ELEMENTS][k][TYPE], KINDS[KIND][ALIGN]
+            row_at,
+            base,
+            at,
+            UNIT[ELEMENTS][k][COLUMN],
+            UNIT[ELEMENTS][k][TYPE],
+            KINDS[KIND][ALIGN],
+            KINDS[KIND][RUN],
         )
         element_at = element_at + (here,)
         elements = elements + (load(here, mask, UNIT[ELEMENTS][k][PAD], KINDS[KIND][WHOLE]),)

@@ -15,7 +15,7 @@ TILE elements: as many blocks of its tensor's format. Tables on the device:
     tables    fp32  (...)            look-up tables of the formats, one after the other
 
 A tile is WHOLE when its blocks are full, one after the other, and at aligned addresses: it needs no
-mask. ALIGN is 16 where every block starts at a multiple of 16 elements, else 1. These two, the
+mask. Every block starts at a multiple of ALIGN elements, which is 16, 4 or 1. These two, the
 dtypes of p and g, how weights are stored, the format, and whether numbers of blocks may be FAR, of
 more than 32 bits, are a tile's kind. With one kind in a launch all is one function in the machine
 code. With several there is one for each: were they inlined, the compiler would give the tiles of
@@ -48,6 +48,7 @@ from .moments import (
     ORDER,
     P_TYPE,
     PIECE,
+    RUN,
     SPLIT,
     UNITS,
     WHOLE,
@@ -57,7 +58,7 @@ from .moments import (
 )
 from .primitives import only_finite, total, widen
 from .scalars import FIRST_TILE, GEOMETRY, GSCALE, LIVE
-from .tiles import TYPES, WORK, load, operand, place, store, weight_bits
+from .tiles import TYPES, WORK, load, number_at, operand, place, store, weight_bits
 
 NUMBER, TILE = tl.constexpr(plan.NUMBER), tl.constexpr(plan.TILE)
 # Columns of `address`.
@@ -123,17 +124,24 @@ def read(
         if RULE[SCALARS][i][1]:  # the compiler drops a multiplication by 1
             values = values + (tl.full((), RULE[SCALARS][i][2], tl.float32),)
         else:
-            values = values + (tl.load(row_of + RULE[SCALARS][i][0]),)
+            values = values + (number_at(row_of, RULE[SCALARS][i][0]),)
     p_at, low_at, p, g, low = at, at, at, at, at
     if RULE[LOADS][0]:
-        p_at = operand(row_at, base, at, P, KINDS[KIND][P_TYPE], KINDS[KIND][ALIGN])
+        p_at = operand(
+            row_at, base, at, P, KINDS[KIND][P_TYPE], KINDS[KIND][ALIGN], KINDS[KIND][RUN]
+        )
         p = load(p_at, mask, 0, KINDS[KIND][WHOLE])
         if KINDS[KIND][EXTRA] > 0:
-            low_at = operand(row_at, base, at, RESIDUAL, KINDS[KIND][LOW_TYPE], KINDS[KIND][ALIGN])
+            low_at = operand(
+                row_at, base, at, RESIDUAL, KINDS[KIND][LOW_TYPE], KINDS[KIND][ALIGN],
+                KINDS[KIND][RUN],
+            )  # fmt: skip
             low = load(low_at, mask, 0, KINDS[KIND][WHOLE])
         p = stored_weights.read(p, low, KINDS[KIND][EXTRA], RULE[PTX])
     if RULE[LOADS][1]:
-        g_at = operand(row_at, base, at, G, KINDS[KIND][G_TYPE], KINDS[KIND][ALIGN])
+        g_at = operand(
+            row_at, base, at, G, KINDS[KIND][G_TYPE], KINDS[KIND][ALIGN], KINDS[KIND][RUN]
+        )
         g = widen(load(g_at, mask, 0, KINDS[KIND][WHOLE]), RULE[PTX])
         if SCALED:
             g *= tl.load(row_of + GSCALE)

@@ -7,6 +7,7 @@ again, so that later steps outside the graph and replays do not disturb each oth
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
@@ -28,9 +29,9 @@ from ...weights import PLAIN, Weights
 # instructions an element, but twice the registers, so half as many programs would share a
 # multiprocessor to hide each other's barriers.
 TILE = 2048
-LEAST = 256  # elements of a tile that a program takes at a time, at least: 2 a thread
+ALIGNMENTS = ALIGNMENT, 4, 1  # elements that blocks may start at multiples of
 LANES = 128  # tensors per program of the per-tensor kernels
-NUMBER = 2**23  # what counts the kind in the first column of `work`: room for 256 kinds
+NUMBER = 2**22  # what counts the kind in the first column of `work`: room for 512 kinds
 WORK = 4  # width of `work`
 GSCALE, LIVE, SCALARS = 0, 1, 2  # columns of `scalars` and of `floats`
 FAR = 2**32  # blocks whose numbers fit 32 bits
@@ -205,8 +206,8 @@ def streams(rule: Rule) -> list[int]:
 
 
 def random_column(rule: Rule) -> int:
-    """Where `floats` has two numbers for each of the streams."""
-    return SCALARS + len(float_names(rule))
+    """Where `floats` has two numbers for each of the streams; even, as it is read by pairs."""
+    return SCALARS + len(float_names(rule)) + len(float_names(rule)) % 2
 
 
 def lanes(rule: Rule, fn: RuleFunction) -> int:
@@ -245,7 +246,7 @@ def _shape(slot: Slot, aligned: bool, has_scales: bool) -> tuple[int, ...]:
     per_row = -(-row // block)
     blocks = rows * per_row
     whole = row // block // in_tile if rows == 1 and aligned else 0
-    align = ALIGNMENT if aligned and row % ALIGNMENT == 0 else 1
+    align = next(n for n in ALIGNMENTS if row % n == 0) if aligned else 1
     return row, per_row, blocks, -(-blocks // in_tile), whole, align
 
 
@@ -311,17 +312,16 @@ def pieces(kinds: Sequence[Kind]) -> list[int]:
     """Blocks of a tile that a program updates at a time, for each kind.
 
     A kernel takes the registers of its largest kind, and with more of them fewer programs share a
-    multiprocessor. So the kinds beside whole tiles of the narrowest state are cut smaller, and
-    always those of unaligned blocks, which have an address for every element.
+    multiprocessor. So the kinds beside whole tiles of the narrowest state are cut in half, and in
+    quarters always those of unaligned blocks, which have an address for every element, and whose
+    sums are formed piece by piece. (Not smaller: each piece brings tables into shared memory.)
     """
     narrowest = min((kind.format.bits for kind in kinds if kind.whole), default=0)
 
     def of(kind: Kind) -> int:
-        if kind.align == 1:
-            return max(1, LEAST // kind.format.block)
-        blocks = blocks_of_tile(kind.format)
         alone = len(kinds) == 1 or (kind.whole and kind.format.bits == narrowest)
-        return blocks if alone else max(1, blocks // 2)
+        parts = 4 if kind.align == 1 else 1 if alone else 2
+        return max(1, blocks_of_tile(kind.format) // parts)
 
     return [of(kind) for kind in kinds]
 
@@ -340,10 +340,21 @@ def constants(kinds: tuple[Kind, ...]) -> dict[str, Any]:
                 piece,
                 kind.far,
                 *_of_weights(kind.weights),
+                _run(kind),
             )
             for kind, piece in zip(kinds, pieces(kinds), strict=True)
         )
     }
+
+
+def _run(kind: Kind) -> int:
+    """How many elements a thread takes in a row, at most.
+
+    16 bytes of p and g: with more, a warp would read every other 16 bytes at a time. A format of
+    whose kernels something else is the limit has a RUN of its own.
+    """
+    module = importlib.import_module(kind.format.triton)
+    return getattr(module, "RUN", 16 // max(kind.p.itemsize, kind.g.itemsize))
 
 
 def _of_weights(weights: Weights) -> tuple[bool, int, bool, int]:

@@ -37,8 +37,9 @@ def of_blocks(number, of_stream, FAR: tl.constexpr):
 
     of_stream: where the two numbers are that `of_step` gave.
     """
-    key = tl.load(of_stream)
-    bits = mix(number.to(tl.uint32) ^ key) + tl.load(of_stream + 1)
+    both = tl.load(of_stream.to(tl.pointer_type(tl.uint64)))
+    key = both.to(tl.uint32)
+    bits = mix(number.to(tl.uint32) ^ key) + (both >> 32).to(tl.uint32)
     if FAR:
         bits += mix((number >> 32).to(tl.uint32) + key) - mix(key)
     return bits

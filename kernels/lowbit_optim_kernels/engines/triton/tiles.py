@@ -87,16 +87,25 @@ def weight_bits(of_stream, t, piece, geometry, work, BLOCK: tl.constexpr, WHOLE:
 
 
 @triton.jit
+def number_at(row, COLUMN: tl.constexpr):
+    """A number of a row of `floats`, which one load brings with its neighbour."""
+    pair = tl.load(row.to(tl.pointer_type(tl.int64)) + COLUMN // 2)
+    half = pair >> 32 if COLUMN % 2 else pair
+    return half.to(tl.uint32).to(tl.float32, bitcast=True)
+
+
+@triton.jit
 def pointer(row_at, COLUMN: tl.constexpr, TYPE: tl.constexpr):
     return tl.load(row_at + COLUMN).to(tl.pointer_type(TYPES[TYPE]))
 
 
 @triton.jit
-def operand(row_at, base, at, COLUMN: tl.constexpr, TYPE: tl.constexpr, ALIGN: tl.constexpr):
-    """Addresses of a tile's elements in one tensor."""
+def operand(row_at, base, at, COLUMN: tl.constexpr, TYPE: tl.constexpr, ALIGN: tl.constexpr,
+            RUN: tl.constexpr):  # fmt: skip
+    """Addresses of a tile's elements in one tensor; a thread takes at most RUN in a row."""
     # Here and not by a function: a hint for what a call gives is lost when the call is inlined.
     first = tl.load(row_at + COLUMN).to(tl.pointer_type(TYPES[TYPE]))
-    return tl.multiple_of(first, ALIGN) + base + at
+    return tl.max_contiguous(tl.multiple_of(first, ALIGN) + base + at, (1, RUN))
 
 
 @triton.jit

@@ -31,25 +31,25 @@ from . import DYNAMIC8, ZERO_CODE, triton_tables
 BOOK = tl.constexpr(256)  # fp32 values of a codebook
 BLOCK = tl.constexpr(DYNAMIC8.block)
 AT_ONCE = 2048  # elements of a program
-CELLS_SIGNED = tl.constexpr(triton_tables.CELLS_SIGNED)
-CELLS_UNSIGNED = tl.constexpr(triton_tables.CELLS_UNSIGNED)
-SCALE_SIGNED = tl.constexpr(triton_tables.SCALE_SIGNED)
-SCALE_UNSIGNED = tl.constexpr(triton_tables.SCALE_UNSIGNED)
-SHIFT = tl.constexpr(triton_tables.SHIFT)
-OCTAVES = tl.constexpr(triton_tables.OCTAVES)
-DITHER_SIGNED = tl.constexpr(triton_tables.dither_scale(True))
-DITHER_UNSIGNED = tl.constexpr(triton_tables.dither_scale(False))
+# Pairs are of the unsigned map and of the signed one.
+CELLS, BITS = tl.constexpr(triton_tables.CELLS), tl.constexpr(triton_tables.BITS)
+SCALE, SHIFT = tl.constexpr(triton_tables.SCALE), tl.constexpr(triton_tables.SHIFT)
+NUDGE = tl.constexpr(triton_tables.NUDGE)
+LINES, OCTAVES = tl.constexpr(triton_tables.LINES), tl.constexpr(triton_tables.OCTAVES)
+DITHER_SCALE = tl.constexpr(tuple(triton_tables.dither_scale(s) for s in (False, True)))
 LAST_FACTOR, LAST_CONSTANT = (tl.constexpr(x) for x in triton_tables.LAST)
-# Where octaves begin, counted in lines, and their `last`, in numbers.
-FIRST_OCTAVE = tl.constexpr(256 + triton_tables.CELLS_SIGNED + triton_tables.CELLS_UNSIGNED)
+# Where there are, counted in what is read at once: the lines of the signed map's cells; those of
+# the unsigned map, and which of them each cell has; octaves, and their `last`.
+FIRST_SIGNED = tl.constexpr(512)
+FIRST_UNSIGNED = tl.constexpr(256 + triton_tables.CELLS[True])
+FIRST_NUMBER = tl.constexpr(8 * (FIRST_UNSIGNED.value + triton_tables.LINES))
+FIRST_OCTAVE = tl.constexpr((FIRST_NUMBER.value + triton_tables.CELLS[False]) // 8)
 FIRST_LAST = tl.constexpr(2 * (FIRST_OCTAVE.value + 2 * triton_tables.OCTAVES))
 # Adding 2**23 rounds to an integer, and leaves the code in the low byte of the bit pattern.
 INTEGER, ZERO_SIGNED = tl.constexpr(2.0**23), tl.constexpr(float(ZERO_CODE[True]))
-MAGIC_SIGNED = tl.constexpr(2.0**23 + triton_tables.OFFSET_SIGNED)
-MAGIC_UNSIGNED = tl.constexpr(2.0**23 + triton_tables.OFFSET_UNSIGNED)
-# Below these, SCALE / absmax would overflow: such an absmax is stored as the floor.
-FLOOR_SIGNED = tl.constexpr(2.0**-112)
-FLOOR_UNSIGNED = tl.constexpr(2.0**-126)
+MAGIC = tl.constexpr(tuple(2.0**23 + x for x in triton_tables.OFFSET))
+# Below it, SCALE / absmax would overflow: such an absmax is stored as the floor.
+FLOOR = tl.constexpr(2.0**-126)
 # Quantizing whole tensors stores every absmax as it is: blocks of such a size are scaled first.
 TINY, UP = tl.constexpr(2.0**-64), tl.constexpr(2.0**62)
 HUGE, DOWN = tl.constexpr(2.0**120), tl.constexpr(2.0**-10)
@@ -59,9 +59,8 @@ HUGE, DOWN = tl.constexpr(2.0**120), tl.constexpr(2.0**-10)
 
 @triton.jit
 def _look_up(table, index):
-    """table[index]: a 1-D tensor and a 2-D tile of int32."""
-    flat = tl.reshape(index, [index.shape[0] * index.shape[1]])
-    return tl.reshape(tl.gather(table, flat, 0), index.shape)
+    """table[index]: a 1-D tensor and a tile of int32."""
+    return tl.reshape(tl.gather(table, tl.ravel(index), 0), index.shape)
 
 
 @triton.jit
@@ -75,92 +74,90 @@ def decode_codes(codes, tables, SIGNED: tl.constexpr):
 def absmax(x, SIGNED: tl.constexpr):
     """Per block: the largest magnitude of finite x, which is what is stored as its scale.
 
-    A largest magnitude under the floor (2e-34 signed, 1.2e-38 unsigned) is raised to it.
+    A largest magnitude under 1.2e-38 is raised to it.
     """
-    top = tl.max(tl.abs(x), 1)
-    floor = FLOOR_SIGNED if SIGNED else FLOOR_UNSIGNED
-    return tl.where(top > 0.0, tl.maximum(top, floor), 0.0)
+    if SIGNED:  # by fours, which a thread has: its instructions for floats take magnitudes
+        x = tl.max(tl.reshape(tl.abs(x), [x.shape[0], x.shape[1] // 4, 4]), 2)
+    # As integers, of which a warp finds the largest by one instruction.
+    top = tl.max(x.to(tl.int32, bitcast=True), 1).to(tl.float32, bitcast=True)
+    return tl.where(top > 0.0, tl.maximum(top, FLOOR), 0.0)
 
 
 @triton.jit
-def _inverse(x, PTX: tl.constexpr):
-    """1 / x per block, within half an ulp: one Newton step."""
+def _scaled_inverse(top, SCALE: tl.constexpr, PTX: tl.constexpr):
+    """SCALE / top per block; 1 / top within half an ulp by one Newton step."""
+    x = tl.maximum(top, FLOOR)
     r = ptx_reciprocal(x) if PTX else 1.0 / x
-    return tl.fma(r, tl.fma(-x, r, 1.0), r)
+    return (r - r * tl.fma(x, r, -1.0)) * SCALE
 
 
 @triton.jit
-def _lines(tables, FIRST: tl.constexpr, COUNT: tl.constexpr):
-    """The cells' lines, each as one int64: (slope, start), 8 bytes that one load brings."""
-    return tl.load(tables.to(tl.pointer_type(tl.int64)) + FIRST + tl.arange(0, COUNT))
-
-
-@triton.jit
-def _slope_and_start(line):
-    """The halves of an int64: a pair of registers, so this takes no instruction."""
+def _line(tables, number, FIRST: tl.constexpr, COUNT: tl.constexpr):
+    """The slope and the start of lines, 8 bytes that one load brings."""
+    lines = tl.load(tables.to(tl.pointer_type(tl.int64)) + FIRST + tl.arange(0, COUNT))
+    line = _look_up(lines, number)
     slope = (line & 0xFFFFFFFF).to(tl.uint32).to(tl.float32, bitcast=True)
     start = (line >> 32).to(tl.uint32).to(tl.float32, bitcast=True)
     return slope, start
 
 
 @triton.jit
-def _low_byte(z):
-    return z.to(tl.uint32, bitcast=True).to(tl.uint8)
+def _cell(y, SIGNED: tl.constexpr):
+    """The number of y's cell: 5 bits of exponent and some of mantissa."""
+    high = y.to(tl.uint32, bitcast=True) >> (23 - BITS[SIGNED])
+    return high.to(tl.int32) - 3 * CELLS[SIGNED]  # the bits above are the same for all y
+
+
+@triton.jit
+def _with_sign(z, x):
+    """z, which is not negative, with the sign of x."""
+    sign = x.to(tl.uint32, bitcast=True) & 0x80000000
+    return (z.to(tl.uint32, bitcast=True) ^ sign).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _fma_up(a, b, c, PTX: tl.constexpr):
+    """A * b + c, with PTX rounded up."""
+    if PTX:
+        return tl.inline_asm_elementwise(
+            "fma.rp.f32 $0, $1, $2, $3;",
+            "=f,f,f,f", [a, b, c], dtype=tl.float32, is_pure=True, pack=1,
+        )  # fmt: skip
+    else:  # noqa: RET505 (Triton takes a second return only in the other branch)
+        return tl.fma(a, b, c)
 
 
 @triton.jit
 def _encode_signed(x, top, tables, PTX: tl.constexpr):
-    scale = _inverse(tl.maximum(top, FLOOR_SIGNED), PTX) * SCALE_SIGNED
-    y = x * scale[:, None]
-    # Sign, 5 bits of exponent and 2 of mantissa: the upper byte of the fp16 pattern.
-    if PTX:  # two elements by one conversion
-        cell = tl.inline_asm_elementwise(
-            "{ .reg .b32 h; cvt.rn.f16x2.f32 h, $3, $2; bfe.u32 $0, h, 8, 8; shr.u32 $1, h, 24; }",
-            "=r,=r,r,r", [y], dtype=tl.int32, is_pure=True, pack=2,
-        )  # fmt: skip
-    else:
-        cell = (y.to(tl.float16).to(tl.uint16, bitcast=True) >> 8).to(tl.int32)
-    line = _look_up(_lines(tables, BOOK, CELLS_SIGNED), cell)
-    slope, start = _slope_and_start(line)
-    return _low_byte(tl.fma(y, slope, start) + MAGIC_SIGNED)
+    scale = tl.broadcast_to(_scaled_inverse(top, SCALE[True], PTX)[:, None], x.shape)
+    y = tl.fma(tl.abs(x), scale, SHIFT)
+    cell = _cell(y, True)
+    lines = tl.load(tables + FIRST_SIGNED + tl.arange(0, 2 * CELLS[True]))
+    slope, start = tl.split(_look_up(lines, tl.join(cell, cell + CELLS[True])))
+    z = _with_sign(tl.fma(y, slope, start), x)
+    return low_byte(tl.maximum(z, -ZERO_SIGNED) + MAGIC[True])
 
 
 @triton.jit
 def _encode_unsigned(x, top, tables, PTX: tl.constexpr):
-    scale = _inverse(tl.maximum(top, FLOOR_UNSIGNED), PTX) * SCALE_UNSIGNED
-    scale = tl.broadcast_to(scale[:, None], x.shape)
-    if PTX:  # rounded up, so that y is SHIFT for x == 0 only
-        y = tl.inline_asm_elementwise(
-            "fma.rp.f32 $0, $1, $2, 0f30000000;",  # SHIFT
-            "=f,f,f", [x, scale], dtype=tl.float32, is_pure=True, pack=1,
-        )  # fmt: skip
-    else:
-        y = tl.fma(x, scale, SHIFT)
-    # 5 bits of exponent and 4 of mantissa.
-    cell = ((y.to(tl.uint32, bitcast=True) >> 19) & 511).to(tl.int32)
-    line = _look_up(_lines(tables, BOOK + CELLS_SIGNED, CELLS_UNSIGNED), cell)
-    slope, start = _slope_and_start(line)
-    if PTX:
-        z = tl.inline_asm_elementwise(
-            "fma.rp.f32 $0, $1, $2, $3;",
-            "=f,f,f,f", [y, slope, start], dtype=tl.float32, is_pure=True, pack=1,
-        )  # fmt: skip
-    else:
-        z = tl.maximum(tl.fma(y, slope, start), tl.where(x > 0.0, -127.0, -128.0))
-    return _low_byte(z + MAGIC_UNSIGNED)
+    scale = tl.broadcast_to(_scaled_inverse(top, SCALE[False], PTX)[:, None], x.shape)
+    # Rounded up, y is SHIFT for x == 0 only.
+    y = _fma_up(x, scale, tl.full(x.shape, SHIFT, tl.float32), PTX)
+    numbers = tables.to(tl.pointer_type(tl.int8)) + FIRST_NUMBER + tl.arange(0, CELLS[False])
+    number = _look_up(tl.load(numbers), _cell(y, False)).to(tl.int32)
+    slope, start = _line(tables, number, FIRST_UNSIGNED, LINES)
+    z = _fma_up(y, slope, start, PTX)
+    if not PTX:
+        z = tl.maximum(z, tl.where(x > 0.0, -127.0, -128.0))
+    return low_byte(z + MAGIC[False])
 
 
 @triton.jit
 def _place(x, top, tables, SIGNED: tl.constexpr, PTX: tl.constexpr):
     """Where magnitudes are among the codes, by straight lines from value to value."""
-    if SIGNED:
-        scale = _inverse(tl.maximum(top, FLOOR_SIGNED), PTX) * DITHER_SIGNED
-    else:
-        scale = _inverse(tl.maximum(top, FLOOR_UNSIGNED), PTX) * DITHER_UNSIGNED
-    y = tl.abs(x) * scale[:, None]
+    y = tl.abs(x) * _scaled_inverse(top, DITHER_SCALE[SIGNED], PTX)[:, None]
     cell = (y.to(tl.uint32, bitcast=True) >> 23).to(tl.int32)
-    FIRST: tl.constexpr = FIRST_OCTAVE + (0 if SIGNED else OCTAVES)
-    slope, start = _slope_and_start(_look_up(_lines(tables, FIRST, OCTAVES), cell))
+    slope, start = _line(tables, cell, FIRST_OCTAVE + (0 if SIGNED else OCTAVES), OCTAVES)
     if SIGNED:
         last = _look_up(tl.load(tables + FIRST_LAST + tl.arange(0, OCTAVES)), cell)
     else:
@@ -174,8 +171,7 @@ def dithered_codes(x, top, bits, tables, SIGNED: tl.constexpr, PTX: tl.constexpr
     """As `encode_codes`, rounded up with the probability of the distance."""
     z = _place(x, top, tables, SIGNED, PTX)
     if SIGNED:
-        sign = x.to(tl.uint32, bitcast=True) & 0x80000000
-        z = (z.to(tl.uint32, bitcast=True) ^ sign).to(tl.float32, bitcast=True)
+        z = _with_sign(z, x)
         code = tl.maximum(rounded(z, bits, ZERO_SIGNED, True, PTX), INTEGER)
     else:
         code = rounded(tl.maximum(z, positive(x, PTX)), bits, 0.0, True, PTX)
@@ -254,7 +250,9 @@ def quantize_kernel(
     value = tl.where(tl.abs(value) < float("inf"), value, 0.0)
     top = tl.max(tl.abs(value), 1)
     tl.store(scales + block, top, mask=inside)
-    if not SIGNED:
+    if SIGNED:
+        value = tl.fma(tl.broadcast_to(top[:, None], value.shape), -NUDGE, value)
+    else:
         value = tl.maximum(value, 0.0)
     factor = tl.where(top < TINY, UP, tl.where(top > HUGE, DOWN, 1.0))
     coded = encode_codes(value * factor[:, None], top * factor, tables, SIGNED, PTX)

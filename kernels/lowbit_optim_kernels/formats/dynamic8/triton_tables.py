@@ -1,15 +1,22 @@
-"""The look-up tables of the Triton codec: the codebooks, and one straight line per cell.
+"""The look-up tables of the Triton codec: the codebooks, and the straight lines of the encoder.
 
 To encode, a moment is scaled to y = moment * (SCALE / absmax). The top bits of y's bit pattern, its
 exponent and 2 (signed) or 4 (unsigned) bits of its mantissa, name a cell, and in every cell one
-line z = slope * y + start, rounded to the nearest integer, is the nearest code less an offset.
+line z = slope * y + start, rounded to the nearest integer, is the nearest code less an offset. Of
+the signed map y is a magnitude, and z gets the sign.
 
-Why one line is enough: inside a decade of the code the map is linear, and where a decade ends one
-line can still hit two midpoints between neighbouring codes exactly. So it suffices that no cell
-holds three midpoints that are not in line. Where the edges of the cells fall among the midpoints is
-free: that is BETA, 1 <= BETA < 2, found by search. 4 cells per octave are enough for the signed map
-and 16 for the unsigned one. Nothing is approximated: each line is fitted to the midpoints of the
-fp32 codebook itself, and misses none by more than 1e-5 of a code.
+Why one line is enough: inside a decade of the code the map is linear, and where a decade ends a
+line can hit the last midpoint between neighbouring codes and the one behind it. So all midpoints
+lie on 18 or 19 lines, and it suffices that those of each cell lie on one of them. Where the edges
+of the cells fall among the midpoints is free: that is BETA, 1 <= BETA < 2, found by search. 4 cells
+per octave are enough for the signed map and 16 for the unsigned one. Nothing is approximated: each
+line is fitted to the midpoints of the fp32 codebook itself, and misses none by more than 2e-5 of a
+code.
+
+A bank of shared memory serves one address at a time, so look-ups in one bank wait for each other.
+The 32 signed cells of 8 octaves lie in banks of their own, once their slopes and once their starts.
+The unsigned map has four times as many: there a cell has one byte, the number of its line, and 16
+lines lie in banks of their own.
 
 A code that is rounded by dither needs z between the midpoints, too. From the last value of a decade
 to the first of the next it rises by one code in what are 3 steps of the lower decade, or 3/5 of the
@@ -30,101 +37,95 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from . import TOP_CODE, create_dynamic_map, pieces
+from . import TOP_CODE, ZERO_CODE, create_dynamic_map, pieces
 
-BETA_SIGNED, BETA_UNSIGNED = 1.27685546875, 1.2626953125
-SCALE_SIGNED = BETA_SIGNED * 2.0**14  # y stays inside fp16, and what is under 2**-14 is code 127
-SCALE_UNSIGNED = BETA_UNSIGNED
-SHIFT = 2.0**-31  # added to the unsigned y: keeps its exponent in 96..127 without a maximum
-OFFSET_SIGNED, OFFSET_UNSIGNED = 127, 128
-CELLS_SIGNED, CELLS_UNSIGNED = 256, 512
+# Of the unsigned map and of the signed one.
+SCALE = 1.50537109375, 1.2769775390625  # BETA
+SHIFT = 2.0**-31  # added to y: keeps its exponent in 96..127 without a maximum
+BITS = 4, 2  # of the mantissa that tell cells apart
+CELLS = tuple(32 * 2**bits for bits in BITS)
+OFFSET = 128, 127
+LINES = 32  # room for those of a map
+HALF_LESS = 5e-7  # taken off the z of the tie beside zero, which takes the lower code
+NUDGE = 2.0**-39  # of absmax: what turns a negative tie there when whole tensors are coded
+IN_LINE = 1e-4  # of a code: what the rounding of the codebook puts midpoints off a line at most
 OCTAVES = 128  # exponents that y has: y < 2
 LAST = -1.8, -1.1  # of the unsigned map: last = LAST[0] * start + LAST[1]
 
-Line = tuple[float, float]
-Midpoints = tuple[np.ndarray, np.ndarray, int]
 
-
-def _midpoints(signed: bool) -> list[Midpoints]:
-    """Per sign: magnitudes where the nearest code changes, the z halfway between, the sign."""
+def _midpoints(signed: bool) -> tuple[np.ndarray, np.ndarray]:
+    """Magnitudes where the nearest code changes, and the z halfway between."""
     values = create_dynamic_map(signed).numpy().astype(np.float64)
+    first = ZERO_CODE[signed] + (0 if signed else 1)  # between codes 0 and 1 the change is at 0
     middle = (values[1:] + values[:-1]) / 2
-    z = np.arange(255) + 0.5 - (OFFSET_SIGNED if signed else OFFSET_UNSIGNED)
-    if signed:
-        return [(middle[127:], z[127:], 1), (-middle[126::-1], z[126::-1], -1)]
-    return [(middle[1:], z[1:], 1)]  # between codes 0 and 1 the change is at 0: cell 0
+    z = np.arange(255) + 0.5 - OFFSET[signed]
+    return middle[first:], z[first:]
 
 
 def _edges(signed: bool) -> np.ndarray:
-    """The lower edge of every cell of one sign, in y, and the end of the last one."""
-    if signed:
-        # The conversion to fp16 rounds to nearest: a cell begins half an fp16 ulp early.
-        half = np.arange(1, 124, dtype=np.uint16) << 8
-        here = half.view(np.float16).astype(np.float64)
-        before = (half - np.uint16(1)).view(np.float16).astype(np.float64)
-        return np.concatenate([[0.0], (here + before) / 2])
-    first = (np.arange(513, dtype=np.uint32) + (96 << 4)) << np.uint32(19)
+    """The lower edge of every cell, in y, and the end of the last one."""
+    bits = BITS[signed]
+    first = (np.arange(32 * 2**bits + 1, dtype=np.uint32) + (96 << bits)) << np.uint32(23 - bits)
     return first.view(np.float32).astype(np.float64)
 
 
-def _fit(y: np.ndarray, z: np.ndarray, low: float, high: float, sign: int) -> Line:
-    """The line, in fp32 numbers, that comes nearest to the midpoints (y, z) of cell [low, high)."""
-    if len(y) == 1:  # any slope: stay well inside half a code on either side
-        slope = sign * 0.4 / max(y[0] - low, high - y[0])
-        z = z - 1e-6  # the exact tie beside zero takes the lower code
-    else:
-        slope = (z[-1] - z[0]) / (y[-1] - y[0])
+def _fit(y: np.ndarray, z: np.ndarray, up: bool) -> np.ndarray:
+    """The line, in fp32 numbers, that comes nearest to the midpoints (y, z)."""
+    slope = (z[-1] - z[0]) / (y[-1] - y[0])
+    if up:  # half an ulp too high on average, in y and in z
+        z = z - 0.5 * (_ulp(z) + slope * _ulp(y))
     # The start's rounding is the larger error; a neighbouring slope makes up for it.
     nearby = np.float32(slope).view(np.int32) + np.arange(-32, 33, dtype=np.int32)
     slopes = nearby.view(np.float32).astype(np.float64)
     rest = z - slopes[:, None] * y
     starts = ((rest.max(1) + rest.min(1)) / 2).astype(np.float32).astype(np.float64)
     best = np.abs(rest - starts[:, None]).max(1).argmin()
-    return float(slopes[best]), float(starts[best])
+    return np.array([slopes[best], starts[best]])
 
 
-def _lines(midpoints: Midpoints, signed: bool) -> list[Line]:
-    """The lines of all cells of one sign."""
-    middle, z, sign = midpoints
-    y = middle * SCALE_SIGNED if signed else middle * SCALE_UNSIGNED + SHIFT
-    edges = _edges(signed)
-    top = (SCALE_SIGNED if signed else SCALE_UNSIGNED) * (1 + 1e-6)
-    code = 0.0 if signed else 1.0 - OFFSET_UNSIGNED
-    lines = []
-    for low, high in zip(edges[:-1], np.minimum(edges[1:], top), strict=True):
-        inside = np.nonzero((y >= low) & (y < high))[0]
-        if len(inside):
-            lines.append(_fit(y[inside], z[inside], low, high, sign))
-            code = float(z[inside[-1]] + sign / 2)
-        else:
-            lines.append((0.0, code))
-    half = CELLS_SIGNED // 2 if signed else CELLS_UNSIGNED
-    return lines + lines[-1:] * (half - len(lines))
+def _ulp(x: np.ndarray) -> np.ndarray:
+    """Of fp32 numbers of this size."""
+    return np.spacing(np.abs(x).astype(np.float32)).astype(np.float64)
+
+
+def _fits(y: np.ndarray, z: np.ndarray, up: bool) -> list[np.ndarray]:
+    """Lines through as many neighbouring midpoints as are in line; each begins where one ends."""
+    found, first = [], 0
+    while first < len(y) - 1:
+        slope = (z[first + 1] - z[first]) / (y[first + 1] - y[first])
+        off = np.abs(z[first] + slope * (y[first:] - y[first]) - z[first:]) > IN_LINE
+        last = first + int(off.argmax()) - 1 if off.any() else len(y) - 1
+        found.append(_fit(y[first : last + 1], z[first : last + 1], up))
+        first = last
+    return found
 
 
 @cache
-def lines(signed: bool, up: bool = False) -> np.ndarray:
-    """fp32 (cells, 2): slope and start of every cell.
+def lines(signed: bool, up: bool = False) -> tuple[np.ndarray, np.ndarray]:
+    """fp32 (LINES, 2): slope and start of every line, and int8 (cells,), which of them cells have.
 
     Args:
         signed: which map.
         up: for y and z rounded up (`fma.rp`), with which the unsigned map keeps a positive moment
             from code 0 without an instruction of its own.
     """
-    sides = _midpoints(signed)
-    table = np.array(_lines(sides[0], signed))
+    (middle, z), edges, scale = _midpoints(signed), _edges(signed), SCALE[signed]
+    y, top = middle * scale + SHIFT, scale * (1 + 1e-6)
+    fits = np.array([*_fits(y, z, up), (0.0, z[0] - 0.5)])  # the last: below the first midpoint
     if signed:
-        negative = np.array(_lines(sides[1], signed)) * [-1.0, 1.0]  # in y, which is negative there
-        return np.concatenate([table, negative]).astype(np.float32)
-    if up:  # half an ulp too high on average, in y and in z
-        edges = _edges(False)
-        middle = (edges[:-1] + edges[1:]) / 2
-        z = table[:, 0] * middle + table[:, 1]
-        table[:, 1] -= 0.5 * np.spacing(np.abs(z).astype(np.float32)).astype(np.float64)
-        table[:, 1] -= 0.5 * table[:, 0] * np.spacing(middle.astype(np.float32)).astype(np.float64)
-    # y = SHIFT exactly means zero: z = -127.5, a tie, goes to the even -128. One ulp above is -127.
-    table[0] = 2.0**30, -float(OFFSET_UNSIGNED)
-    return table.astype(np.float32)
+        fits[0, 1] -= HALF_LESS
+    chosen = []
+    for low, high in zip(edges[:-1], np.minimum(edges[1:], top), strict=True):
+        inside = (y >= low) & (y < high)
+        below, above = z[y < low].max(initial=z[0] - 1), z[y >= high].min(initial=z[-1] + 1)
+        missed = np.abs(fits[:, :1] * y[inside] + fits[:, 1:] - z[inside]).max(1, initial=0.0)
+        room = np.minimum(fits @ (low, 1) - below, above - fits @ (high, 1))
+        chosen.append(int(np.where(missed < IN_LINE, room, -1.0).argmax()))
+    if not signed:
+        # y = SHIFT exactly is zero: z = -127.5, a tie, goes to the even -128. An ulp above is -127.
+        chosen[0], fits = len(fits), np.vstack([fits, (2.0**30, -float(OFFSET[False]))])
+    table = np.pad(fits, ((0, LINES - len(fits)), (0, 0)))
+    return table.astype(np.float32), np.array(chosen, dtype=np.int8)
 
 
 def dither_scale(signed: bool) -> float:
@@ -170,12 +171,13 @@ def octaves(signed: bool) -> tuple[np.ndarray, np.ndarray]:
 def packed(up: bool, device: torch.device) -> Tensor:
     """The kernels' one table: both codebooks, the lines of both maps, and what dither needs.
 
-    fp32 (2688,), the last of which are octaves, signed and unsigned, and `last` of the signed.
+    fp32 (1600,); `triton` says where what is.
     """
     books = [create_dynamic_map(signed).numpy() for signed in (True, False)]
-    (cells, last), (unsigned_cells, _) = octaves(True), octaves(False)
-    table = np.concatenate([
-        *books, lines(True).ravel(), lines(False, up).ravel(), cells.ravel(),
-        unsigned_cells.ravel(), last,
-    ])  # fmt: skip
-    return torch.from_numpy(table).to(device)
+    cells, last = octaves(True)
+    (signed, signed_cells), (unsigned, unsigned_cells) = lines(True), lines(False, up)
+    parts = [
+        *books, signed[signed_cells].T, unsigned, unsigned_cells.view(np.float32), cells,
+        octaves(False)[0], last,
+    ]  # fmt: skip
+    return torch.from_numpy(np.concatenate([part.ravel() for part in parts])).to(device)

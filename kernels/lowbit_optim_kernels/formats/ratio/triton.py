@@ -29,6 +29,7 @@ SQUARE_LEVELS = tl.constexpr(float(of_ratio.SQUARE_LEVELS[8]))
 RATIO_LEVELS = tl.constexpr(float(of_ratio.RATIO_LEVELS[8]))
 ZERO, SOFT = tl.constexpr(float(of_ratio.ZERO)), tl.constexpr(of_ratio.SOFT)
 LARGEST, LEAST_SCALE = tl.constexpr(of_ratio.LARGEST), tl.constexpr(of_ratio.LEAST_SCALE)
+RUN = 16  # instructions are the limit, and what is done once a block is done by fewer threads
 INTEGER = tl.constexpr(2.0**23)  # what is added to an integer has it in its low bits
 
 
@@ -76,16 +77,19 @@ def divided(x, BY: tl.constexpr, PTX: tl.constexpr):
     """x / BY, rounded to nearest."""
     if PTX:
         q = x * (1.0 / BY)
-        return tl.fma(tl.fma(-q, BY, x), 1.0 / BY, q)
+        return tl.fma(tl.fma(q, -BY, x), 1.0 / BY, q)
     else:  # noqa: RET505
         return tl.div_rn(x, tl.full(x.shape, BY, tl.float32))
 
 
 @triton.jit
 def inverse_of(scale, PTX: tl.constexpr):
-    """1 / scale of blocks, 0 where it is 0."""
-    inverse = ptx_reciprocal(scale) if PTX else 1.0 / tl.where(scale > 0.0, scale, 1.0)
-    return tl.where(scale > 0.0, inverse, 0.0)[:, None]
+    """1 / scale of blocks, where it is 0 anything: with PTX 2**126, else 0."""
+    if PTX:
+        return ptx_reciprocal(tl.maximum(scale, LEAST_SCALE))[:, None]
+    else:  # noqa: RET505 (Triton takes a second return only in the other branch)
+        inverse = 1.0 / tl.where(scale > 0.0, scale, 1.0)
+        return tl.where(scale > 0.0, inverse, 0.0)[:, None]
 
 
 @triton.jit
@@ -104,8 +108,10 @@ def square_scale(v, LEVELS: tl.constexpr, PTX: tl.constexpr):
 def square_code(v, scale, bits, LEVELS: tl.constexpr, DITHERED: tl.constexpr, PTX: tl.constexpr):
     """2**23 + the code."""
     root, _inverse = root_and_inverse(v, PTX)
-    y = root * inverse_of(scale, PTX)
-    y = ptx_sqrt(y) if PTX else tl.sqrt_rn(y)
+    if PTX:  # NaN where all are zero, of which the maximum is 0
+        y = ptx_sqrt(root * ptx_reciprocal(scale)[:, None])
+    else:
+        y = tl.sqrt_rn(root * inverse_of(scale, PTX))
     code = rounded(tl.maximum(y, positive(v, PTX)), bits, 0.0, DITHERED, PTX)
     return tl.minimum(code, INTEGER + LEVELS)
 
