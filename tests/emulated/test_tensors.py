@@ -47,7 +47,6 @@ def test_whole_tensors_are_coded_as_on_torch(arch, signed, dtype):
 
 
 @ARCHITECTURES
-@pytest.mark.xfail(reason="dithered codes of dynamic8 give a zero code 1 at times", strict=True)
 def test_a_zero_square_is_stored_as_zero(arch):
     p = torch.nn.Parameter(torch.ones(2048))
     p.grad = torch.randn(2048, generator=torch.Generator().manual_seed(0))
@@ -59,9 +58,6 @@ def test_a_zero_square_is_stored_as_zero(arch):
 
 
 @ARCHITECTURES
-@pytest.mark.xfail(
-    reason="the Triton engine dithers between zero and the first value, others do not", strict=True
-)
 def test_a_slow_average_next_to_zero_is_coded_as_on_torch(arch):
     generator, codes = torch.Generator().manual_seed(0), []
     g = torch.randn(2048, generator=generator)

@@ -35,14 +35,9 @@ def read_unit(row_at, tables, base, at, block, inside, mask,
     elements, scales, element_at, scale_at = (), (), (), ()
     for k in tl.static_range(len(UNIT[ELEMENTS])):
         here = operand(
-            row_at,
-            base,
-            at,
-            UNIT[ELEMENTS][k][COLUMN],
-            UNIT[ELEMENTS][k][TYPE],
-            KINDS[KIND][ALIGN],
-            KINDS[KIND][RUN],
-        )
+            row_at, base, at, UNIT[ELEMENTS][k][COLUMN], UNIT[ELEMENTS][k][TYPE],
+            KINDS[KIND][ALIGN], KINDS[KIND][RUN],
+        )  # fmt: skip
         element_at = element_at + (here,)
         elements = elements + (load(here, mask, UNIT[ELEMENTS][k][PAD], KINDS[KIND][WHOLE]),)
     for k in tl.static_range(len(UNIT[PER_BLOCK])):

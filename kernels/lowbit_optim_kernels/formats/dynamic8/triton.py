@@ -37,6 +37,7 @@ SCALE, SHIFT = tl.constexpr(triton_tables.SCALE), tl.constexpr(triton_tables.SHI
 NUDGE = tl.constexpr(triton_tables.NUDGE)
 LINES, OCTAVES = tl.constexpr(triton_tables.LINES), tl.constexpr(triton_tables.OCTAVES)
 DITHER_SCALE = tl.constexpr(tuple(triton_tables.dither_scale(s) for s in (False, True)))
+FIRST_MIDPOINT = tl.constexpr(triton_tables.first_midpoint())
 LAST_FACTOR, LAST_CONSTANT = (tl.constexpr(x) for x in triton_tables.LAST)
 # Where there are, counted in what is read at once: the lines of the signed map's cells; those of
 # the unsigned map, and which of them each cell has; octaves, and their `last`.
@@ -163,7 +164,8 @@ def _place(x, top, tables, SIGNED: tl.constexpr, PTX: tl.constexpr):
     else:
         last = tl.fma(start, LAST_FACTOR, LAST_CONSTANT)
     g = tl.fma(y, slope, start)
-    return last + tl.minimum(tl.minimum(g, g * (1.0 / 3.0)), g * 0.2 + 0.4)
+    z = last + tl.minimum(tl.minimum(g, g * (1.0 / 3.0)), g * 0.2 + 0.4)
+    return tl.where(y > FIRST_MIDPOINT, z, 0.0) if SIGNED else z
 
 
 @triton.jit

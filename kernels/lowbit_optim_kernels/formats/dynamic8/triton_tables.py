@@ -133,6 +133,11 @@ def dither_scale(signed: bool) -> float:
     return 1.0 / pieces(signed).threshold[-1]
 
 
+def first_midpoint() -> float:
+    """The largest y of the signed map that is zero."""
+    return dither_scale(True) * pieces(True).threshold[0]
+
+
 def _start_of_top() -> float:
     """The start < 0, of slope 0, at which an unsigned z is TOP_CODE."""
     factor, constant = np.array(LAST, dtype=np.float32).astype(np.float64)
@@ -146,8 +151,8 @@ def _start_of_top() -> float:
 def octaves(signed: bool) -> tuple[np.ndarray, np.ndarray]:
     """fp32 (128, 2), slope and start of every octave of y, and fp32 (128,), its `last`.
 
-    An unsigned number below the first value may have any z up to 1; a signed one is between zero
-    and that.
+    An unsigned number below the first value may have any z up to 1, but zero none above 0; of the
+    signed map nothing is asked below `first_midpoint`.
     """
     table, shift, scale = pieces(signed), 0 if signed else 1, dither_scale(signed)
     of_decades = (table.inverse_slope, table.offset, table.last)
@@ -155,15 +160,14 @@ def octaves(signed: bool) -> tuple[np.ndarray, np.ndarray]:
     begins = ((last + shift + 1) / 2 - shift - offset) / slope * scale  # of decades, in y
     rows = []
     for low in 2.0 ** np.arange(1 - OCTAVES, 0):
-        high = 2 * low
-        if signed and high <= begins[0]:
-            rows.append((3.0 / begins[0], 0.0, 0.0))
-            continue
         e = next(e for e in range(7) if e == 6 or begins[e + 1] > low)
-        rows.append((slope[e] / scale, offset[e] - last[e], last[e]))
+        # Below the first value, up from zero, a code takes 3/5 of a step.
+        steeper = 5 / 3 if signed and 2 * low <= begins[0] else 1.0
+        rows.append((steeper * slope[e] / scale, steeper * (offset[e] - last[e]), last[e]))
     # 1.0: of the unsigned map start + last is 255 exactly.
     rows.append((0.0, 0.0, TOP_CODE - 127) if signed else (0.0, _start_of_top(), TOP_CODE))
     made = np.array(rows).astype(np.float32)
+    made[0, :2] = 0.0  # of zero
     return made[:, :2], made[:, 2]
 
 
