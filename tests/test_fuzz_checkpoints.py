@@ -140,13 +140,13 @@ def check_control(source, target, saved, same):
     assert unfit(target) is None
 
 
-@in_chunks(default=160)
+@in_chunks(default=80)
 def test_a_damaged_state_dict_is_refused_or_harmless(seeds):
     for seed in seeds:
         replay(seed)
 
 
-@in_chunks(default=56)
+@in_chunks(default=32)
 def test_a_good_state_dict_loads(seeds):
     for seed in seeds:
         replay_control(seed)

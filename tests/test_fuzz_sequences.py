@@ -226,7 +226,7 @@ def replay(seed, length=LENGTH):
             no_overrides()
 
 
-@in_chunks(default=80)
+@in_chunks(default=40)
 def test_a_sequence_of_operations(seeds):
     for seed in seeds:
         replay(seed)
