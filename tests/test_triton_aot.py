@@ -63,12 +63,19 @@ def compiled(out, **options):
 
 
 def assert_fit_for_memory_speed(rows):
-    """No spills; wide loads; no access of single elements."""
+    """No spills; wide loads; no access of single elements.
+
+    A thread takes 4 elements in a row beside 32-bit state, which is 8 bytes of 16-bit gradients in
+    a pass that reads no state. On gfx942 a table of bytes, of squares that are not dithered, is
+    read by single ones.
+    """
     for key, row in rows.items():
         for each in row["passes"]:
+            gradients_alone = "32bit" in key[0] and key[1] != "fp32" and each["pass"] == "reduce_0"
+            tables = key[0] == "AdamW-amsgrad8bit" and key[2] == "gfx942"
             assert each["spills"] <= SPILLS.get(key, 0), key
-            assert each["widest_load"] == 16, key
-            assert each["narrow"] == 0, key
+            assert each["widest_load"] >= (8 if gradients_alone else 16), key
+            assert each["narrow"] <= (0.04 if tables else 0), key
 
 
 @pytest.fixture(scope="module")
