@@ -125,6 +125,7 @@ import signal, threading
 import torch, lowbit_optim
 import llvmlite.binding  # imported already: an import that is broken off is another matter
 import numba
+numba.njit(lambda x: x + 1.0)(1.0)  # which imports the rest of Numba
 from lowbit_optim_kernels.engines.numba import engine as engine_numba
 p = torch.nn.Parameter(torch.ones(5000))
 p.grad = torch.ones(5000)
