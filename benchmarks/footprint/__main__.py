@@ -26,11 +26,10 @@ from benchmarks.footprint import tables
 from benchmarks.footprint.networks import NETWORKS
 from benchmarks.footprint.worker import Case
 from lowbit_optim._release import BUCKET_BYTES
+from lowbit_optim_cli.optimizers import EAGER
 
 DTYPES = {"fp32": "float32", "bf16": "bfloat16"}
 SIZES = tuple(NETWORKS["gpt2"])
-# They step one tensor after another, and release_gradients refuses them.
-EAGER = ("Cain", "LearnedGradient")
 # glibc would take what is freed once from its heap the next time, whose holes stay resident. And
 # threads that spin while they wait make a busy machine slow.
 _ALWAYS = {"MALLOC_MMAP_THRESHOLD_": str(1 << 16), "OMP_WAIT_POLICY": "PASSIVE"}

@@ -14,6 +14,7 @@ from benchmarks.common import report
 CASES = ("one", "split64", "resnet50", "gpt2")
 SMALL = "small1000"
 THREADS = {1: "One thread", 2: "Two threads"}
+INSTRUCTION_SETS = "", "_avx2"  # how the names of result files end
 
 
 def _table(head: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
@@ -70,15 +71,19 @@ def passes(written: dict) -> str:
 
 def tables() -> Iterator[str]:
     """All of them, in the page's order; those of ratios with the number of threads above."""
-    for name in ("speed.json", "speed_fast_memory.json"):
-        path = report.RESULTS / name
-        if path.exists():
-            sections = json.loads(path.read_text(encoding="utf-8"))["sections"]
-            for section in sorted(sections, key=lambda section: -section["threads"]):
-                yield f"{THREADS[section['threads']]}:\n\n{ratios(section)}"
-    sections = json.loads((report.RESULTS / "speed.json").read_text(encoding="utf-8"))["sections"]
-    yield overhead(next(section for section in sections if section["threads"] == 2))
-    yield passes(json.loads((report.RESULTS / "passes.json").read_text(encoding="utf-8")))
+    for name in INSTRUCTION_SETS:
+        for section in sorted(_written("speed", name)["sections"], key=lambda x: -x["threads"]):
+            head = f"{THREADS[section['threads']]}, {section['instruction_set']}"
+            yield f"{head}:\n\n{ratios(section)}"
+    (two,) = (one for one in _written("speed", "")["sections"] if one["threads"] == 2)
+    yield overhead(two)
+    for name in INSTRUCTION_SETS:
+        yield passes(_written("passes", name))
+
+
+def _written(program: str, instruction_set: str) -> dict:
+    path = report.RESULTS / f"{program}{instruction_set}.json"
+    return json.loads(path.read_text(encoding="utf-8"))
 
 
 if __name__ == "__main__":
