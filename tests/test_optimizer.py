@@ -278,6 +278,7 @@ def scheduled(optimizer, make):
     return rates, values(optimizer)
 
 
+@pytest.mark.filterwarnings("ignore:The epoch parameter")  # of SequentialLR in torch 2.7
 @pytest.mark.parametrize("as_tensor", [False, True], ids=["float", "tensor"])
 @pytest.mark.parametrize("make", SCHEDULERS)
 def test_schedulers_do_as_with_torch(make, as_tensor):

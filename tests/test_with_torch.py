@@ -46,6 +46,7 @@ def test_torchs_default_device_is_not_where_state_goes():
     """In a fresh process, so that nothing has been made on another device before."""
     script = """
 import torch, cases, lowbit_optim
+import torch._dynamo  # torch 2.7 cannot import it while another device is the default
 from protocol import ONE_PER_CLASS, build, parameters, train
 for name in ("torch", "numba"):
     with lowbit_optim.use_engine(name):
