@@ -8,7 +8,6 @@ the tensors are mapped, so that none of them is read before it is wanted.
 from __future__ import annotations
 
 import importlib
-import logging
 import pickletools
 import zipfile
 from collections.abc import Iterator, Mapping
@@ -20,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .errors import Refused, sentence
+from .errors import Refused, quiet_imports, sentence
 
 MOST_PICKLE = 64 << 20  # of the pickle, of which a tensor takes some 300 bytes
 MOST_DEPTH = 4  # of dicts and lists in which an optimizer's state is looked for
@@ -100,13 +99,11 @@ def _names(path: Path) -> list[tuple[str, str]]:
 
 def _import(package: str, path: Path) -> None:
     """Import a package that tells torch which of its classes may be in a checkpoint."""
-    logging.disable(logging.WARNING)  # it warns of kernels that are not for this machine
     try:
-        importlib.import_module(f"{package}.optim")
+        with quiet_imports():
+            importlib.import_module(f"{package}.optim")
     except ImportError:
         raise Refused(f"{path} has tensors of {package}, which is not installed") from None
-    finally:
-        logging.disable(logging.NOTSET)
 
 
 def optimizers(checkpoint: Any) -> list[Found]:

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 
 class Refused(ValueError):
     """Input that a command does not take; its text names it and says what is allowed."""
@@ -16,3 +20,13 @@ def sentence(error: BaseException) -> str:
 def plural(count: int, thing: str) -> str:
     """`1 tensor`, `2 tensors`."""
     return f"{count:,} {thing}{'' if count == 1 else 's'}"
+
+
+@contextmanager
+def quiet_imports() -> Iterator[None]:
+    """Silence packages whose import warns of kernels that are not for this machine."""
+    logging.disable(logging.WARNING)
+    try:
+        yield
+    finally:
+        logging.disable(logging.NOTSET)

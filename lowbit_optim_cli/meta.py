@@ -15,7 +15,7 @@ from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from lowbit_optim._groups import EMBEDDINGS
 
-from .errors import Refused, plural, sentence
+from .errors import Refused, plural, quiet_imports, sentence
 from .footprint import Weight
 from .models import Model
 
@@ -57,7 +57,9 @@ def of_config(path: Path, config: dict[str, Any], dtype: str) -> Model:
         )
     with _saying(f"transformers cannot read {path}:"):
         settings = transformers.CONFIG_MAPPING[config["model_type"]].from_dict(config)
-    return _of_module(str(path), lambda: _class_of(config)(settings), dtype, config)
+    with quiet_imports():  # transformers imports a class when it is asked for it
+        make = _class_of(config)
+    return _of_module(str(path), lambda: make(settings), dtype, config)
 
 
 def _class_of(config: dict[str, Any]) -> Callable[[Any], nn.Module]:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from . import decoders
+from . import decoders, encoders
 from .errors import Refused, plural
 from .footprint import Weight
 from .headers import Entry, read_header, read_index, read_json
@@ -122,7 +122,8 @@ def _of_config(path: Path, dtype: str | None, build: bool) -> Model:
         raise Refused(f"{path} has no 'model_type'; it is not a configuration of transformers")
     _check_sizes(path, config)
     own = dtype or TORCH_DTYPES.get(str(config.get("dtype") or config.get("torch_dtype")), "fp32")
-    weights = None if build else decoders.weights_of(config, own)
+    known = (one.weights_of(config, own) for one in (decoders, encoders))
+    weights = None if build else next((x for x in known if x is not None), None)
     if weights is not None:
         return Model(str(path), weights, config=config)
     from . import meta

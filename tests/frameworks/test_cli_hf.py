@@ -26,6 +26,17 @@ CONFIGS = {
     },
 }  # fmt: skip
 
+ENCODER = {"hidden_size": 96, "intermediate_size": 200, "num_hidden_layers": 2,
+           "num_attention_heads": 4}  # fmt: skip
+BERT = {
+    "model_type": "bert",
+    "vocab_size": 500,
+    "max_position_embeddings": 64,
+    "type_vocab_size": 2,
+}
+VIT = {"model_type": "vit", "architectures": ["ViTForImageClassification"], "image_size": 224,
+       "patch_size": 16}  # fmt: skip
+
 
 @pytest.fixture
 def folder(tmp_path):
@@ -45,6 +56,19 @@ VARIANTS = [
     {**CONFIGS["Llama 1B"], "model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"]},
     {**CONFIGS["Llama 8B"], "model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"],
      "attention_bias": True, "head_dim": 64},
+    *({**CONFIGS["Llama 1B"], "model_type": kind, "architectures": [f"{name}ForCausalLM"],
+       "head_dim": 256}
+      for name, kind in (("Gemma", "gemma"), ("Gemma2", "gemma2"), ("Gemma3", "gemma3_text"))),
+    {**CONFIGS["Llama 8B"], "model_type": "gemma2", "architectures": ["Gemma2ForCausalLM"],
+     "head_dim": 64, "attention_bias": True},
+    {**CONFIGS["Llama 8B"], "model_type": "phi3", "architectures": ["Phi3ForCausalLM"],
+     "pad_token_id": None},
+    {**ENCODER, **BERT, "architectures": ["BertForMaskedLM"]},
+    {**ENCODER, **BERT, "architectures": ["BertForSequenceClassification"]},
+    {**ENCODER, **BERT, "architectures": ["BertForSequenceClassification"], "num_labels": 5},
+    {**ENCODER, **VIT},
+    {**ENCODER, **VIT, "qkv_bias": False, "num_channels": 1, "patch_size": 32,
+     "id2label": {str(i): f"kind {i}" for i in range(10)}},
 ]  # fmt: skip
 SIZES = {"vocab_size": 1000, "n_layer": 2, "n_embd": 64, "n_head": 2, "n_positions": 128}
 
