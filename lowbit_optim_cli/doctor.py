@@ -45,7 +45,8 @@ def report() -> dict[str, Any]:
 def _versions() -> Iterator[tuple[str, str | None]]:
     for name in PACKAGES:
         try:
-            yield name, importlib.metadata.version(name)
+            found = importlib.metadata.version(name)
+            yield name, torch.__version__ if name == "torch" else found  # which names its build
         except importlib.metadata.PackageNotFoundError:
             yield name, None
 

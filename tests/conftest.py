@@ -139,7 +139,8 @@ def poisoned_memory():
 def engine(request):
     """The name of an engine; tests that ask for it are grouped by engine."""
     if request.param == "triton":
-        pytest.importorskip("triton", reason="the Triton engine needs the triton package")
+        reason = "the Triton engine needs the triton package, 3.4 or newer"
+        pytest.importorskip("triton", minversion="3.4", reason=reason)
     return request.param
 
 

@@ -114,6 +114,7 @@ def test_inspect_shows_a_table(tmp_path):
     assert "exp_avg_absmax" in result.stdout
 
 
+@pytest.mark.filterwarnings("ignore:TypedStorage is deprecated")  # of DCP in torch 2.7
 def test_inspect_reads_safetensors_and_dcp_folders(tmp_path):
     path = safetensors(
         tmp_path / "model.safetensors", {"a.w": ("BF16", [8, 4]), "b.w": ("F32", [2])}
