@@ -323,13 +323,13 @@ class LowBitOptimizer(LoadsState):
         """The step plan of a part of a group: the last step's if it holds, else a new one."""
         found = [p.grad for p in group["params"]]
         params = [p for p, g in zip(group["params"], found, strict=True) if g is not None]
-        held = _sharding.locals_of(params)
-        gradients = _sharding.locals_of([g for g in found if g is not None])
+        gradients = [g for g in found if g is not None]
         form = (
             self._step_rule(group), dispatch.request(), *map(group.get, FORM),
             self._scaler("grad_scale") is None, self._scaler("found_inf") is None,
         )  # fmt: skip
-        if last is not None:
+        if last is not None and _sharding.all_spread_as(gradients, params):
+            held, gradients = _sharding.locals_of(params), _sharding.locals_of(gradients)
             plan = last.with_gradients(form, params, held, gradients, self.state)
             if plan is not None:
                 return plan

@@ -15,6 +15,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
+from operator import attrgetter, is_
 from typing import Any
 
 import torch
@@ -33,6 +34,7 @@ NORMS = _shared.NORMS.key
 PLAIN = {Tensor, torch.nn.Parameter}
 KINDS = ("no state", "whole tensors", "shards")  # of a saved state
 Groups = tuple[tuple[Any, str], ...]  # process groups, each with the type of its devices
+_LOCAL, _SPEC = attrgetter("_local_tensor"), attrgetter("_spec")
 
 
 @cache
@@ -54,9 +56,25 @@ def local(x: Any) -> Any:
 
 def locals_of(tensors: list[Any]) -> list[Any]:
     """The same of each; the list itself where all are plain, which takes next to no time."""
-    if set(map(type, tensors)) <= PLAIN:
+    kinds = set(map(type, tensors))
+    if kinds <= PLAIN:
         return tensors
-    return [x._local_tensor if is_dtensor(x) else x for x in tensors]
+    if all(map(_of_dtensors, kinds)):
+        return list(map(_LOCAL, tensors))
+    return [local(x) for x in tensors]
+
+
+def all_spread_as(gradients: list[Any], params: list[Any]) -> bool:
+    """Whether each gradient is a DTensor if its parameter is one, and dealt out as that is."""
+    kinds = {*map(type, gradients), *map(type, params)}
+    if kinds <= PLAIN:
+        return True
+    if all(map(_of_dtensors, kinds)) and all(map(is_, map(_SPEC, gradients), map(_SPEC, params))):
+        return True  # as under fully_shard
+    return all(
+        is_spread_as(g, p) if is_dtensor(p) else not is_dtensor(g)
+        for g, p in zip(gradients, params, strict=True)
+    )
 
 
 def check(p: Any, name: str) -> None:
