@@ -30,6 +30,8 @@ from lowbit_optim_kernels.rules import Moment
 from lowbit_optim_kernels.rules import shared as _shared
 from lowbit_optim_kernels.weights import RESIDUAL_KEY, Weights
 
+from . import _gathering
+
 NORMS = _shared.NORMS.key
 PLAIN = {Tensor, torch.nn.Parameter}
 KINDS = ("no state", "whole tensors", "shards")  # of a saved state
@@ -135,6 +137,8 @@ def _cuts_blocks(p: Any, block: int) -> bool:
     if not dims or layout.by_rows or not p.numel():
         return False
     ranks = math.prod(p.device_mesh.size(i) for i in dims)
+    if ranks == 1:
+        return False
     rows = -(-p.shape[0] // ranks)
     blocks, rest = divmod(rows * (p.numel() // p.shape[0]), block)
     return bool(rest) or len(dims) > 1 or -(-layout.blocks_per_row // ranks) != blocks
@@ -175,13 +179,6 @@ class Share:
         """The plain tensor that is stepped; of a whole parameter a copy."""
         tensor: Tensor = self.p.detach().full_tensor() if self.whole else local(self.p)
         return tensor
-
-    def gradient(self, shard: Tensor) -> Tensor:
-        """Its gradient, of which this rank holds `shard`, as an engine reads it."""
-        if not self.whole:
-            return shard
-        whole: Tensor = self.p.grad.full_tensor().resolve_neg().contiguous()
-        return whole
 
     def settings(self, group: Mapping[str, Any]) -> Mapping[str, Any]:
         """A group's settings for what is stepped: its precision is that of the whole parameter."""
@@ -253,6 +250,15 @@ class Share:
             )
 
         return {key: wrap(x, shapes[key]) if key in shapes else x for key, x in state.items()}
+
+
+def whole_copies(found: Sequence[tuple[Share, Tensor]]) -> dict[Any, tuple[Tensor, Tensor]]:
+    """By parameter copies of it and of its gradient, of which this rank has a shard; if whole."""
+    wholes = [(share.p, g) for share, g in found if share.whole]
+    params = [p for p, _ in wholes]
+    copies = _gathering.whole(params * 2, [*map(local, params), *(g for _, g in wholes)])
+    pairs = zip(copies[: len(params)], copies[len(params) :], strict=True)
+    return dict(zip(params, pairs, strict=True))
 
 
 def unwrapped(state: Mapping[str, Any]) -> dict[str, Any]:
