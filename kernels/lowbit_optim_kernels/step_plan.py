@@ -45,7 +45,7 @@ def _alike(gradients: Sequence[Tensor], columns: Sequence[list]) -> bool:
 
 
 def _addresses(tensors: Iterable[Tensor]) -> list[int]:
-    return [x.data_ptr() for x in tensors]
+    return list(map(Tensor.data_ptr, tensors))
 
 
 def _alignments(addresses: Iterable[int]) -> list[int]:
