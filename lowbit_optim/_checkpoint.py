@@ -6,7 +6,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from numbers import Real
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -175,10 +175,28 @@ def _copied(value: Any) -> Any:
     return without_numpy(value)
 
 
+class SavedState(NamedTuple):
+    """The state that a state dict has of a parameter.
+
+    Attributes:
+        where: what errors call the parameter.
+        p: itself.
+        group: its group, as it will be.
+        saved_group: its group in the state dict.
+        state: what was saved.
+    """
+
+    where: str
+    p: Tensor
+    group: Mapping[str, Any]
+    saved_group: Mapping[str, Any]
+    state: dict[str, Any]
+
+
 def saved_states(
     groups: Iterable[Mapping[str, Any]], state_dict: Mapping[str, Any]
-) -> Iterator[tuple[str, Tensor, Mapping[str, Any], dict[str, Any]]]:
-    """Each parameter that has saved state: what it is called, itself, its group, that state."""
+) -> Iterator[SavedState]:
+    """The states of a state dict's parameters that have any."""
     states = dict(state_dict["state"])
     named: dict[Any, Tensor] = {}
     for group, old in zip(groups, state_dict["param_groups"], strict=True):
@@ -190,7 +208,8 @@ def saved_states(
             if saved is not None and not isinstance(saved, Mapping):
                 raise ValueError(f"the state of {where} must be a dict, got {_named(saved)}")
             if saved:
-                yield where, p, group, {k: x for k, x in saved.items() if x is not None}
+                there = {key: x for key, x in saved.items() if x is not None}
+                yield SavedState(where, p, group, old, there)
     for key, value in states.items():
         if isinstance(value, Mapping):
             raise ValueError(

@@ -184,8 +184,9 @@ class EagerOptimizer(LowBitOptimizer):
         for part in parts:
             for p in filter(_sharding.is_dtensor, part["params"]):
                 raise RuntimeError(
-                    f"{type(self).__name__} does not step DTensor parameters, whose rates of rows "
-                    f"and columns are of the whole tensor; got the placements {p.placements}"
+                    f"{type(self).__name__} does not step DTensor parameters, as its rates of rows "
+                    f"and columns are of the whole tensor; got the placements {p.placements}. Use "
+                    "DistributedDataParallel, which keeps parameters whole"
                 )
         todo = [(p, g, part) for part in parts for p, g, _ in self._gradients(part)]
         states = {p: self._state_of(p, p, part) for p, _, part in todo}

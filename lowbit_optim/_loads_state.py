@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, cast
 import torch
 from torch import Tensor
 
-from . import _checkpoint, _foreign, _sharding
+from . import _checkpoint, _foreign, _saved, _sharding
 from ._keeps_state import KeepsState
 from ._settings import Settings, resolved
 
@@ -66,7 +66,7 @@ class LoadsState(KeepsState):
             state_dict = _checkpoint.after_hooks(self, state_dict)
             state_dict, groups = self._checked(state_dict)
             found = list(_checkpoint.saved_states(groups, state_dict))
-            its_saved.update((p, saved) for _, p, _, saved in found)
+            its_saved.update((one.p, one.state) for one in found)
         with _sharding.agreeing(params):
             state = self._states_from(found)
             state.update(_checkpoint.other_entries(state_dict))
@@ -86,17 +86,16 @@ class LoadsState(KeepsState):
                 self._check(resolved({**self.defaults, **group}))
         return state_dict, groups
 
-    def _states_from(
-        self, found: list[tuple[str, Tensor, Mapping[str, Any], dict[str, Any]]]
-    ) -> dict[Any, Any]:
+    def _states_from(self, found: list[_checkpoint.SavedState]) -> dict[Any, Any]:
         """The parameters' states of what `saved_states` has found; nothing has been changed."""
         state: dict[Any, Any] = {}
         errors: list[ValueError] = []
         name = type(self).__name__
-        for where, p, group, saved in found:
+        for where, p, group, saved_group, saved in found:
             ((_, part),) = self._overridden({**resolved(group), "params": [p]})
             try:
                 with _checkpoint.refusing(f"state_dict does not fit {name}: {where}"):
+                    _saved.require_uncast(saved, p, self._moments(part), saved_group)
                     state[p] = self._state_from(saved, p, part)
             except ValueError as error:
                 errors.append(error)  # other ranks may go on to where all are needed

@@ -323,13 +323,13 @@ class LowBitOptimizer(LoadsState):
         """The step plan of a part of a group: the last step's if it holds, else a new one."""
         found = [p.grad for p in group["params"]]
         params = [p for p, g in zip(group["params"], found, strict=True) if g is not None]
-        held = _sharding.locals_of(params)
-        gradients = _sharding.locals_of([g for g in found if g is not None])
+        gradients = [g for g in found if g is not None]
         form = (
             self._step_rule(group), dispatch.request(), *map(group.get, FORM),
             self._scaler("grad_scale") is None, self._scaler("found_inf") is None,
         )  # fmt: skip
-        if last is not None:
+        if last is not None and _sharding.all_spread_as(gradients, params):
+            held, gradients = _sharding.locals_of(params), _sharding.locals_of(gradients)
             plan = last.with_gradients(form, params, held, gradients, self.state)
             if plan is not None:
                 return plan
@@ -340,11 +340,14 @@ class LowBitOptimizer(LoadsState):
         plan = StepPlan(form, [], [], [])
         batches: dict[tuple[torch.device, str], list[Slot]] = {}
         dithers = any(moment.stream for moment in plan.form[0].moments)
-        for p, g, engine in self._gradients(group):
+        found = self._gradients(group)
+        shares = {p: share for p, _, _ in found if (share := self._share(p, group)) is not None}
+        copies = _sharding.whole_copies([(shares[p], g) for p, g, _ in found if p in shares])
+        for p, shard, engine in found:
             plan.params.append(p)
             plan.held.append(_sharding.local(p))
-            share = self._share(p, group)
-            held = p if share is None else share.held()
+            share = shares.get(p)
+            held, g = copies.get(p, (plan.held[-1], shard))
             work = held.resolve_neg().contiguous()
             written = work if share is None else share.written(work)
             if written is not plan.held[-1]:
@@ -352,11 +355,9 @@ class LowBitOptimizer(LoadsState):
             state = self._state_of(p, held, group, share)
             if state is not self.state.get(p):
                 plan.new_states[p] = state
-            if share is None:
-                slot = self._slot(p, work, dispatch.readable(g, engine), group, state)
-            else:
-                whole = dispatch.readable(share.gradient(g), engine)
-                slot = self._slot(p, work, whole, group, _sharding.unwrapped(state))
+            own = state if share is None else _sharding.unwrapped(state)
+            slot = self._slot(p, work, dispatch.readable(g, engine), group, own)
+            if share is not None:
                 slot.groups = share.groups
                 slot.blocks_before = share.blocks_before(slot.format.block)
                 slot.weight_blocks_before = share.blocks_before(WEIGHT_BLOCK)

@@ -9,9 +9,12 @@ import torch
 from torch import Tensor
 
 from lowbit_optim_kernels import dispatch
-from lowbit_optim_kernels.formats import FORMATS, Format, Unit, finite_in_all, units
+from lowbit_optim_kernels.formats import FORMATS, OF_BITS, Format, Unit, finite_in_all, units
 from lowbit_optim_kernels.rules import Moment
+from lowbit_optim_kernels.weights import OF_BITS as WEIGHTS
+from lowbit_optim_kernels.weights import RESIDUAL_KEY, as_integers
 
+from . import _sharding
 from ._state import compute_dtype
 
 REAL = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
@@ -132,6 +135,54 @@ def require_scales(key: str, value: Tensor) -> None:
     require_dense(key, value)
     if not bool(((value >= 0) & value.isfinite()).all()):
         raise ValueError(f"{key!r} has scales that are negative or not finite")
+
+
+def require_uncast(
+    saved: Mapping[str, Any], p: Tensor, moments: Moments, group: Mapping[str, Any]
+) -> None:
+    """Refuse codes that have been cast to numbers, which nothing can make moments of again.
+
+    torch.distributed.checkpoint reads into the tensors of the optimizer at hand and casts what it
+    finds in the file to their dtypes, without a word. What a group was saved with comes as it was.
+
+    Args:
+        saved: a parameter's saved state; of DTensors this rank's shards are looked at.
+        p: the parameter.
+        moments: those of the optimizer that loads it.
+        group: the parameter's group in the same state dict.
+    """
+    name = group.get("state_format") or OF_BITS.get(group.get("optim_bits", 32), "")
+    if name in FORMATS and p.numel() >= group.get("min_8bit_size", 0):
+        for unit in units(moments, FORMATS[name].of(moments)):
+            for moment in () if unit.format.exact else unit.moments:
+                if _are_codes(_sharding.local(saved.get(moment.key))):
+                    raise ValueError(f"{moment.key!r} has codes of {name!r} as numbers; {_CAST}")
+    residual, bits = saved.get(RESIDUAL_KEY), group.get("master_weight_bits")
+    if not isinstance(residual, Tensor) or p.dtype != torch.bfloat16 or bits not in WEIGHTS:
+        return
+    wanted, got = WEIGHTS[bits].residual, as_integers(_sharding.local(residual)).dtype
+    if wanted not in (None, got) and got in (torch.int8, torch.int16):
+        raise ValueError(
+            f"{RESIDUAL_KEY!r} is {got} and was saved with master_weight_bits={bits}, which is "
+            f"{wanted}; {_CAST}"
+        )
+
+
+_CAST = (
+    "torch.distributed.checkpoint casts what it reads to the dtypes of this optimizer. Build one "
+    "with the settings that were saved, read the checkpoint into that, and give its state_dict() "
+    "to this one"
+)
+
+
+def _are_codes(value: Any) -> bool:
+    """Whether a moment's numbers are all whole, as those of codes are."""
+    if not isinstance(value, Tensor) or not value.is_floating_point():
+        return False
+    if value.layout != torch.strided or value.device.type == "meta":
+        return False  # and refused by its checks
+    whole = (value == value.round()) & (value >= 0) & (value <= 255)
+    return bool(whole.all() and value.any())
 
 
 def copied(saved: Mapping[str, Any], p: Tensor, unit: Unit) -> dict[str, Tensor]:

@@ -15,6 +15,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
+from operator import attrgetter, is_
 from typing import Any
 
 import torch
@@ -29,10 +30,13 @@ from lowbit_optim_kernels.rules import Moment
 from lowbit_optim_kernels.rules import shared as _shared
 from lowbit_optim_kernels.weights import RESIDUAL_KEY, Weights
 
+from . import _gathering
+
 NORMS = _shared.NORMS.key
 PLAIN = {Tensor, torch.nn.Parameter}
 KINDS = ("no state", "whole tensors", "shards")  # of a saved state
 Groups = tuple[tuple[Any, str], ...]  # process groups, each with the type of its devices
+_LOCAL, _SPEC = attrgetter("_local_tensor"), attrgetter("_spec")
 
 
 @cache
@@ -54,9 +58,25 @@ def local(x: Any) -> Any:
 
 def locals_of(tensors: list[Any]) -> list[Any]:
     """The same of each; the list itself where all are plain, which takes next to no time."""
-    if set(map(type, tensors)) <= PLAIN:
+    kinds = set(map(type, tensors))
+    if kinds <= PLAIN:
         return tensors
-    return [x._local_tensor if is_dtensor(x) else x for x in tensors]
+    if all(map(_of_dtensors, kinds)):
+        return list(map(_LOCAL, tensors))
+    return [local(x) for x in tensors]
+
+
+def all_spread_as(gradients: list[Any], params: list[Any]) -> bool:
+    """Whether each gradient is a DTensor if its parameter is one, and dealt out as that is."""
+    kinds = {*map(type, gradients), *map(type, params)}
+    if kinds <= PLAIN:
+        return True
+    if all(map(_of_dtensors, kinds)) and all(map(is_, map(_SPEC, gradients), map(_SPEC, params))):
+        return True  # as under fully_shard
+    return all(
+        is_spread_as(g, p) if is_dtensor(p) else not is_dtensor(g)
+        for g, p in zip(gradients, params, strict=True)
+    )
 
 
 def check(p: Any, name: str) -> None:
@@ -117,6 +137,8 @@ def _cuts_blocks(p: Any, block: int) -> bool:
     if not dims or layout.by_rows or not p.numel():
         return False
     ranks = math.prod(p.device_mesh.size(i) for i in dims)
+    if ranks == 1:
+        return False
     rows = -(-p.shape[0] // ranks)
     blocks, rest = divmod(rows * (p.numel() // p.shape[0]), block)
     return bool(rest) or len(dims) > 1 or -(-layout.blocks_per_row // ranks) != blocks
@@ -157,13 +179,6 @@ class Share:
         """The plain tensor that is stepped; of a whole parameter a copy."""
         tensor: Tensor = self.p.detach().full_tensor() if self.whole else local(self.p)
         return tensor
-
-    def gradient(self, shard: Tensor) -> Tensor:
-        """Its gradient, of which this rank holds `shard`, as an engine reads it."""
-        if not self.whole:
-            return shard
-        whole: Tensor = self.p.grad.full_tensor().resolve_neg().contiguous()
-        return whole
 
     def settings(self, group: Mapping[str, Any]) -> Mapping[str, Any]:
         """A group's settings for what is stepped: its precision is that of the whole parameter."""
@@ -235,6 +250,15 @@ class Share:
             )
 
         return {key: wrap(x, shapes[key]) if key in shapes else x for key, x in state.items()}
+
+
+def whole_copies(found: Sequence[tuple[Share, Tensor]]) -> dict[Any, tuple[Tensor, Tensor]]:
+    """By parameter copies of it and of its gradient, of which this rank has a shard; if whole."""
+    wholes = [(share.p, g) for share, g in found if share.whole]
+    params = [p for p, _ in wholes]
+    copies = _gathering.whole(params * 2, [*map(local, params), *(g for _, g in wholes)])
+    pairs = zip(copies[: len(params)], copies[len(params) :], strict=True)
+    return dict(zip(params, pairs, strict=True))
 
 
 def unwrapped(state: Mapping[str, Any]) -> dict[str, Any]:

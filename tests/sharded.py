@@ -261,6 +261,16 @@ def refused(rank, world, folder):
     p.grad = distribute_tensor(torch.ones(4, 6), mesh, [Replicate()])
     with pytest.raises(RuntimeError, match=r"placements.*its gradient.*must be the same"):
         lowbit_optim.AdamW8bit([p]).step()
+    again = torch.nn.Parameter(distribute_tensor(torch.ones(4, 6), mesh, [Replicate()]))
+    optimizer = lowbit_optim.AdamW8bit([again])
+    for placement in (Replicate(), Partial()):  # a cached step plan sees local tensors alike
+        again.grad = DTensor.from_local(torch.ones(4, 6), mesh, [placement])
+        if placement == Replicate():
+            optimizer.step()
+    stepped = again._local_tensor.clone()
+    with pytest.raises(RuntimeError, match=r"placements.*its gradient.*must be the same"):
+        optimizer.step()
+    assert torch.equal(again._local_tensor, stepped)
     p.grad = distribute_tensor(torch.ones(4, 6), mesh, [Shard(0)])
     plain = torch.nn.Parameter(torch.ones(4, 6))
     plain.grad = torch.ones(4, 6)

@@ -16,10 +16,32 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 import torch.multiprocessing as mp
-from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.checkpoint.state_dict import (
+    get_state_dict,
+    set_optimizer_state_dict,
+    set_state_dict,
+)
 
+import lowbit_optim
 import sharded
 from protocol import identical
+
+# Of a checkpoint's optimizer, the one that it is read into, and what its error says.
+CASTS = {
+    "8 to 32 bits": ("AdamW8bit", {}, {"optim_bits": 32}, "'exp_avg' has codes of 'dynamic8'"),
+    "ratio8 to 32 bits": (
+        "AdamW8bit ratio8", {}, {"optim_bits": 32}, "codes of 'ratio8'",
+    ),
+    "fewer in 8 bits": ("AdamW8bit", {}, {"min_8bit_size": 6000}, r"parameter 'p4'.*'exp_avg' has"),
+    "24 to 32 bits": (
+        "AdamW8bit bf16", {}, {"master_weight_bits": 32},
+        r"is torch.int16.*=24, which is torch.int8",
+    ),
+    "32 to 24 bits": (
+        "AdamW8bit bf16", {"master_weight_bits": 32}, {"master_weight_bits": 24},
+        r"is torch.int8.*=32, which is torch.int16",
+    ),
+}  # fmt: skip
 
 pytestmark = pytest.mark.timeout(120)
 WORLD = 2
@@ -164,3 +186,35 @@ def test_nothing_is_loaded_of_what_is_not_whole(root):
     cut = [f"{moment}/cut" for moment in MOMENTS]
     damaged = [f"data/{damage(root / 'data' / 'whole', name)}" for name in DAMAGES]
     sharded.run(WORLD, refused, str(root), [*cut, *damaged])
+
+
+def read_as_other(rank, world, folder):
+    """DCP casts codes to the numbers of an optimizer of other settings; this is refused."""
+    for label, (name, saved, other, said) in CASTS.items():
+        model, spread = sharded.sharded_holder(world, 0, name)
+        optimizer = sharded.build(name, list(model.parameters()), **saved)
+        sharded.train(optimizer, list(model.parameters()), range(2), spread)
+        before = everything(model, optimizer)
+        save(model, optimizer, f"{folder}/{label}")
+        model, spread = sharded.sharded_holder(world, 0, name)
+        into = lowbit_optim.AdamW(model.parameters(), lr=1e-2, **{"optim_bits": 8, **other})
+        sharded.train(into, list(model.parameters()), range(2), spread)
+        untouched = everything(model, into)["state"]
+        _, state = copy.deepcopy(get_state_dict(model, into))
+        dcp.load({"optim": state}, checkpoint_id=f"{folder}/{label}")
+        with pytest.raises(ValueError, match=said):
+            set_optimizer_state_dict(model, into, state)
+        assert identical(everything(model, into)["state"], untouched), label
+        # The way that the error names.
+        into.zero_grad()
+        same = sharded.build(name, list(model.parameters()), **saved)
+        _, state = get_state_dict(model, same)
+        dcp.load({"optim": state}, checkpoint_id=f"{folder}/{label}")
+        set_optimizer_state_dict(model, same, state)
+        assert identical(everything(model, same)["state"], before["state"]), label
+        into.load_state_dict(same.state_dict())
+        sharded.train(into, list(model.parameters()), range(2, 3), spread)
+
+
+def test_codes_that_were_cast_to_numbers_are_refused(tmp_path):
+    sharded.run(WORLD, read_as_other, str(tmp_path))

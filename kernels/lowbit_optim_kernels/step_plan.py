@@ -7,10 +7,10 @@ addresses. So the last step's plan is used again if a few flat comparisons say t
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
-from operator import eq, is_
+from operator import attrgetter, eq, is_
 from typing import Any
 
 from torch import Tensor
@@ -24,21 +24,28 @@ def _same_objects(a: Iterable[Any], b: Sequence[Any]) -> bool:
     return len(a) == len(b) and all(map(is_, a, b))
 
 
-def _columns(gradients: Sequence[Tensor]) -> Iterator[list]:
-    """What decides how gradients are read, but their addresses.
+# What decides how gradients are read, but their addresses. Layouts come first, as a sparse one has
+# neither strides nor an address.
+_COLUMNS: tuple[Callable[[Tensor], Any], ...] = (
+    *map(attrgetter, ("layout", "dtype", "device", "shape")),
+    Tensor.is_contiguous,
+    Tensor.is_neg,
+)
 
-    Layouts come first, as a sparse one has neither strides nor an address.
+
+def _alike(gradients: Sequence[Tensor], columns: Sequence[list]) -> bool:
+    """Whether gradients are read as those are that have these columns.
+
+    One after the other: a thousand shapes in a list would have Python collect garbage.
     """
-    yield [g.layout for g in gradients]
-    yield [g.dtype for g in gradients]
-    yield [g.device for g in gradients]
-    yield [g.shape for g in gradients]
-    yield [g.is_contiguous() for g in gradients]
-    yield [g.is_neg() for g in gradients]
+    return all(
+        all(map(eq, map(look, gradients), column))
+        for look, column in zip(_COLUMNS, columns, strict=True)
+    )
 
 
 def _addresses(tensors: Iterable[Tensor]) -> list[int]:
-    return [x.data_ptr() for x in tensors]
+    return list(map(Tensor.data_ptr, tensors))
 
 
 def _alignments(addresses: Iterable[int]) -> list[int]:
@@ -102,7 +109,7 @@ class StepPlan:
             slots = (slot for batch in self.batches for slot in batch.slots)
             self._tensors = [*self.held, *chain.from_iterable(slot.owned() for slot in slots)]
             self._addresses = _addresses(self._tensors)
-            self._columns = list(_columns(gradients))
+            self._columns = [list(map(look, gradients)) for look in _COLUMNS]
             self._alignments = _alignments(_addresses(gradients))
 
     def with_gradients(
@@ -113,7 +120,7 @@ class StepPlan:
         if not self._holds or form != self.form or not _same_objects(params, self.params):
             return None
         holds = (
-            all(map(eq, _columns(gradients), self._columns))
+            _alike(gradients, self._columns)
             and (held is params or _same_objects(held, self.held))
             and all(map(Tensor.is_contiguous, held))  # `p.data.t()` has p's address
             and not any(map(Tensor.is_neg, held))
