@@ -38,6 +38,7 @@ from ...weights import triton as stored_weights
 from . import plan
 from .moments import (
     ALIGN,
+    BARE_RUN,
     BLOCK,
     DITHERED,
     EXTRA,
@@ -126,22 +127,19 @@ def read(
         else:
             values = values + (number_at(row_of, RULE[SCALARS][i][0]),)
     p_at, low_at, p, g, low = at, at, at, at, at
+    RUN_HERE: tl.constexpr = KINDS[KIND][RUN] if RULE[LOADS][2] else KINDS[KIND][BARE_RUN]
     if RULE[LOADS][0]:
-        p_at = operand(
-            row_at, base, at, P, KINDS[KIND][P_TYPE], KINDS[KIND][ALIGN], KINDS[KIND][RUN]
-        )
+        p_at = operand(row_at, base, at, P, KINDS[KIND][P_TYPE], KINDS[KIND][ALIGN], RUN_HERE)
         p = load(p_at, mask, 0, KINDS[KIND][WHOLE])
         if KINDS[KIND][EXTRA] > 0:
             low_at = operand(
                 row_at, base, at, RESIDUAL, KINDS[KIND][LOW_TYPE], KINDS[KIND][ALIGN],
-                KINDS[KIND][RUN],
+                RUN_HERE,
             )  # fmt: skip
             low = load(low_at, mask, 0, KINDS[KIND][WHOLE])
         p = stored_weights.read(p, low, KINDS[KIND][EXTRA], RULE[PTX])
     if RULE[LOADS][1]:
-        g_at = operand(
-            row_at, base, at, G, KINDS[KIND][G_TYPE], KINDS[KIND][ALIGN], KINDS[KIND][RUN]
-        )
+        g_at = operand(row_at, base, at, G, KINDS[KIND][G_TYPE], KINDS[KIND][ALIGN], RUN_HERE)
         g = widen(load(g_at, mask, 0, KINDS[KIND][WHOLE]), RULE[PTX])
         if SCALED:
             g *= tl.load(row_of + GSCALE)

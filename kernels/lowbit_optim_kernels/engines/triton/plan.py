@@ -340,21 +340,21 @@ def constants(kinds: tuple[Kind, ...]) -> dict[str, Any]:
                 piece,
                 kind.far,
                 *_of_weights(kind.weights),
-                _run(kind),
+                *_runs(kind),
             )
             for kind, piece in zip(kinds, pieces(kinds), strict=True)
         )
     }
 
 
-def _run(kind: Kind) -> int:
-    """How many elements a thread takes in a row, at most.
+def _runs(kind: Kind) -> tuple[int, int]:
+    """How many elements a thread takes in a row, at most: in a pass that reads moments, in others.
 
     16 bytes of p and g: with more, a warp would read every other 16 bytes at a time. A format of
     whose kernels something else is the limit has a RUN of its own.
     """
-    module = importlib.import_module(kind.format.triton)
-    return getattr(module, "RUN", 16 // max(kind.p.itemsize, kind.g.itemsize))
+    bare = 16 // max(kind.p.itemsize, kind.g.itemsize)
+    return getattr(importlib.import_module(kind.format.triton), "RUN", bare), bare
 
 
 def _of_weights(weights: Weights) -> tuple[bool, int, bool, int]:

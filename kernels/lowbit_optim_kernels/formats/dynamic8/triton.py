@@ -103,6 +103,16 @@ def _line(tables, number, FIRST: tl.constexpr, COUNT: tl.constexpr):
 
 
 @triton.jit
+def _numbers(tables, PTX: tl.constexpr):
+    """The line of each unsigned cell, a byte.
+
+    On AMD, whose programs have twice as many threads, as many bytes again: a thread reads four.
+    """
+    at = tables.to(tl.pointer_type(tl.int8)) + FIRST_NUMBER
+    return tl.load(at + tl.arange(0, CELLS[False] if PTX else 2 * CELLS[False]))
+
+
+@triton.jit
 def _cell(y, SIGNED: tl.constexpr):
     """The number of y's cell: 5 bits of exponent and some of mantissa."""
     high = y.to(tl.uint32, bitcast=True) >> (23 - BITS[SIGNED])
@@ -144,8 +154,7 @@ def _encode_unsigned(x, top, tables, PTX: tl.constexpr):
     scale = tl.broadcast_to(_scaled_inverse(top, SCALE[False], PTX)[:, None], x.shape)
     # Rounded up, y is SHIFT for x == 0 only.
     y = _fma_up(x, scale, tl.full(x.shape, SHIFT, tl.float32), PTX)
-    numbers = tables.to(tl.pointer_type(tl.int8)) + FIRST_NUMBER + tl.arange(0, CELLS[False])
-    number = _look_up(tl.load(numbers), _cell(y, False)).to(tl.int32)
+    number = _look_up(_numbers(tables, PTX), _cell(y, False)).to(tl.int32)
     slope, start = _line(tables, number, FIRST_UNSIGNED, LINES)
     z = _fma_up(y, slope, start, PTX)
     if not PTX:
