@@ -289,9 +289,13 @@ def main(
         from benchmarks.static import peer_instructions
 
         others = peer_instructions.count_all(console)
-    options = {"optimizer": optimizer, "dtype": dtype, "bits": bits, "target": target, **more}
+    options = {
+        "optimizer": optimizer, "dtype": dtype, "bits": bits, "target": target,
+        "format": state_format, "weights": weights, "no-dither": not dither, "row": row,
+        "no-emulate": not emulate, "peers": peers,
+    }  # fmt: skip
     written = {
-        **report.origin("benchmarks.static.instructions", {**options, "peers": peers}),
+        **report.origin("benchmarks.static.instructions", options),
         "chips": {name: [vars(chip) for chip in chips_of(name)] for name in targets},
         "rows": rows,
         "peers": others,
