@@ -116,16 +116,21 @@ def test_every_optimizer_dtype_and_width_compiles(tmp_path, target):
 
 
 RAGGED = """
+from itertools import product
+
 import torch
 from triton.backends.compiler import GPUTarget
 from benchmarks.static.instructions import CHIPS, RULES
 from benchmarks.static.machine_code import count
 from lowbit_optim_kernels.engines.triton import engine
+from lowbit_optim_kernels.engines.triton.grid import FULL, LINE, SHORT
 from lowbit_optim_kernels.formats.dynamic8 import DYNAMIC8
 from lowbit_optim_kernels.rules.shared import with_clipping
+from lowbit_optim_kernels.weights import PLAIN
 
 bf16 = torch.bfloat16
 rule = RULES["LARS"]
+tiles = [(LINE, True, 0), (LINE, False, 0), (FULL, True, 0), (SHORT, False, 16), (SHORT, False, 64)]
 for chip in (CHIPS["sm_90"], CHIPS["gfx942"]):
     target = GPUTarget(*chip.target)
     for name in ("begin", "combine_0"):
@@ -136,13 +141,14 @@ for chip in (CHIPS["sm_90"], CHIPS["gfx942"]):
     for name in ("begin", "combine_0", "keep"):
         engine.compile_for(target, lasting, name, (bf16, bf16, DYNAMIC8, True, 16))
     for name in engine.passes(rule):
-        for whole, align in ((True, 16), (False, 16), (False, 1)):
-            kind = (bf16, torch.float32, DYNAMIC8, whole, align)
+        for (blocks, whole, short), align in product(tiles, (16, 4, 1)):
+            kind = (bf16, torch.float32, DYNAMIC8, whole, align, PLAIN, False, blocks, short)
             kernel = engine.compile_for(target, rule, name, kind, SCALED=True, GUARDED=True)
             found = count(kernel, 1)
             assert found.spills == 0
-            print(chip.name, name, whole, align, found.widest_load, found.narrow)
-            assert (found.widest_load == 16 and found.narrow == 0) == (align == 16)
+            print(chip.name, name, blocks, whole, align, short, found.widest_load, found.narrow)
+            assert (found.widest_load == 16) == (align > 1)
+            assert (found.narrow == 0) == (align > 1)
 """
 
 
@@ -152,13 +158,18 @@ from triton.backends.compiler import GPUTarget
 from benchmarks.static.instructions import CHIPS, RULES
 from benchmarks.static.machine_code import count
 from lowbit_optim_kernels.engines.triton import engine
+from lowbit_optim_kernels.engines.triton.grid import FULL, LINE, SHORT
 from lowbit_optim_kernels.formats.dynamic8 import DYNAMIC8
 from lowbit_optim_kernels.formats.float32 import FLOAT32
 from lowbit_optim_kernels.rules.shared import with_clipping
+from lowbit_optim_kernels.weights import PLAIN
 
 kinds = [
-    (p, p, format, whole, align)
-    for whole, align in ((True, 16), (False, 16), (False, 1))
+    (p, p, format, whole, align, PLAIN, False, blocks, short)
+    for blocks, whole, align, short in (
+        (LINE, True, 16, 0), (LINE, False, 16, 0), (LINE, False, 1, 0), (FULL, True, 1, 0),
+        (SHORT, False, 16, 64),
+    )
     for format in (DYNAMIC8, FLOAT32)
     for p in (torch.bfloat16, torch.float32)
 ]
@@ -215,5 +226,8 @@ def test_kinds_of_new_formats_and_weights_compile():
 
 
 def test_masked_and_guarded_kernels_compile_and_keep_wide_accesses():
-    """Blocks that start at multiples of 16 elements keep 16-byte accesses under a mask."""
+    """Blocks that start at multiples of 16 elements keep 16-byte accesses, in rows, under a mask.
+
+    At multiples of 4 they have 16 bytes of fp32 gradients, and 4 codes.
+    """
     in_a_process("-c", RAGGED)

@@ -78,7 +78,7 @@ def absmax(x, SIGNED: tl.constexpr):
     A largest magnitude under 1.2e-38 is raised to it.
     """
     if SIGNED:  # by fours, which a thread has: its instructions for floats take magnitudes
-        x = tl.max(tl.reshape(tl.abs(x), [x.shape[0], x.shape[1] // 4, 4]), 2)
+        x = tl.abs(x)
     # As integers, of which a warp finds the largest by one instruction.
     top = tl.max(x.to(tl.int32, bitcast=True), 1).to(tl.float32, bitcast=True)
     return tl.where(top > 0.0, tl.maximum(top, FLOOR), 0.0)
