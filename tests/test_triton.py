@@ -18,8 +18,8 @@ pytest.importorskip("triton", reason="the Triton engine needs the triton package
 
 from lowbit_optim_kernels import formats
 from lowbit_optim_kernels.engines.triton import engine as engine_triton
+from lowbit_optim_kernels.engines.triton import grid, tiles
 from lowbit_optim_kernels.engines.triton import plan as triton_plan
-from lowbit_optim_kernels.engines.triton import tiles
 from lowbit_optim_kernels.formats.dynamic8 import triton_tables
 
 pytestmark = pytest.mark.gpu  # `make gpu-check` runs these tests too
@@ -130,10 +130,11 @@ def test_a_list_of_mixed_dtypes_and_widths():
         assert cases.distance(p, q) < 1e-3
 
 
-# Whole, aligned and ragged tiles of 8-bit and, under 2049 elements, of 32-bit state.
-KINDS = [(4096,), (3, 688), (2, 1025), (2048,), (96,), (65,), ()]
+# Whole, aligned and ragged tiles of 8-bit and, under 2049 elements, of 32-bit state. With how many
+# kinds of tiles there are of each: full and short blocks of rows have two.
+KINDS = [((4096,), 1), ((3, 688), 2), ((2, 1025), 2), ((2048,), 1), ((96,), 1), ((65,), 1), ((), 1)]
 MIXED = [
-    *((shape, dtype) for shape in KINDS for dtype in (torch.float32, torch.bfloat16)),
+    *((shape, dtype) for shape, _ in KINDS for dtype in (torch.float32, torch.bfloat16)),
     ((0,), torch.float32),
     ((2048 + 272,), torch.bfloat16),  # two kinds of one tensor
 ]
@@ -203,10 +204,10 @@ def step_groups(variant, groups):
 def test_a_group_of_many_kinds_steps_each_tensor_as_alone(variant, launches):
     every = range(len(MIXED))
     want, wanted, kinds = step_groups(variant, [[i] for i in every])
-    assert kinds == [*[1] * (2 * len(KINDS)), 0, 2]
+    assert kinds == [*(n for _, n in KINDS for _ in range(2)), 0, 2]
     launches.clear()
     got, states, kinds = step_groups(variant, [every])
-    assert kinds == [12]
+    assert kinds == [17]
     assert set(launches) >= {"begin", "update"}
     assert set(launches.values()) == {3}, "one launch for each pass of a step"
     for p, q, state, other in zip(got, want, states, wanted, strict=True):
@@ -218,7 +219,7 @@ def test_a_group_of_many_kinds_steps_each_tensor_as_alone(variant, launches):
 def test_sums_of_many_tiles_are_added_in_chunks(monkeypatch):
     """What a tensor of more than 8 million elements does, at 2 tiles a chunk."""
     monkeypatch.setattr(engine_triton, "CHUNK", 2)
-    shapes = [(triton_plan.TILE * 3 + 100,), (300,)]
+    shapes = [(grid.TILE * 3 + 100,), (300,)]
     got = walk("triton", "LARS-trust", 32, shapes)
     assert_same(got, walk("torch", "LARS-trust", 32, shapes), 1e-6)
 
@@ -296,44 +297,61 @@ def plan_of(shapes, bits=8, dtype=torch.float32):
 
 
 def kinds_of(plan):
-    """Programs by whole and alignment, from the table that the kernels read."""
-    numbers = plan.work[:, 0].cpu() // triton_plan.NUMBER
+    """Programs by blocks, whole and alignment, from the table that the kernels read."""
+    numbers = plan.work[:, 0].cpu() // grid.NUMBER
     assert (numbers.diff() >= 0).all(), "kind after kind"
-    return {kind[3:5]: int((numbers == i).sum()) for i, kind in enumerate(plan.kinds)}
+    return {
+        (kind.blocks, kind.whole, kind.align): int((numbers == i).sum())
+        for i, kind in enumerate(plan.kinds)
+    }
 
 
 def test_whole_tiles_are_of_one_kind_whatever_the_number_of_tensors():
-    tile = triton_plan.TILE
+    tile = grid.TILE
     plan = plan_of([(tile,), (4, tile), (8, 256)])
-    assert kinds_of(plan) == {(True, 16): 6}
+    assert kinds_of(plan) == {(grid.LINE, True, 16): 6}
     assert plan.tiles == 6
     assert (plan.work[:, 0].cpu() == torch.tensor([0, 1, 1, 1, 1, 2])).all()
 
 
-def test_tails_and_ragged_rows_are_of_the_masked_kinds():
-    tile = triton_plan.TILE
-    plan = plan_of([(tile + 16,), (tile + 1,), (9, 96), (9, 65), (0,)])
-    assert kinds_of(plan) == {(True, 16): 2, (False, 16): 1 + 2, (False, 1): 1 + 2}
-    assert plan.kinds[0][3], "the largest work first"
+def test_a_tail_of_a_single_row_is_masked():
+    plan = plan_of([(grid.TILE + 16,), (grid.TILE + 1,), (0,)])
+    assert kinds_of(plan) == {
+        (grid.LINE, True, 16): 2, (grid.LINE, False, 16): 1, (grid.LINE, False, 1): 1,
+    }  # fmt: skip
+    assert plan.kinds[0].whole, "the largest work first"
+
+
+def test_full_and_short_blocks_of_rows_make_tiles_of_their_own():
+    assert kinds_of(plan_of([(9, 96)])) == {(grid.SHORT, False, 16): 1}
+    plan = plan_of([(20, 272), (16, 301), (130, 260)])
+    assert kinds_of(plan) == {
+        (grid.FULL, True, 16): 2, (grid.FULL, False, 16): 1, (grid.SHORT, False, 16): 1,
+        (grid.FULL, True, 1): 2, (grid.SHORT, False, 1): 1,
+        (grid.FULL, True, 4): 16, (grid.FULL, False, 4): 1, (grid.SHORT, False, 4): 2,
+    }  # fmt: skip
+    rooms = {kind.align: kind.short for kind in plan.kinds if kind.blocks == grid.SHORT}
+    assert rooms == {16: 16, 1: 64, 4: 16}, "as few elements as the block fits in"
 
 
 def test_the_order_of_kinds_does_not_depend_on_that_of_the_tensors():
-    shapes = [(2048,), (9, 96), (9, 65)]
+    shapes = [(2048,), (9, 96), (9, 65), (16, 301)]
     assert plan_of(shapes).kinds == plan_of(shapes[::-1]).kinds
 
 
 def test_every_kind_has_a_number():
-    dtypes = len(triton_plan.DTYPES)
-    tiles = 1 + len(triton_plan.ALIGNMENTS)  # whole ones, too
+    dtypes = len(grid.DTYPES)
+    rooms = (256 // grid.NARROWEST).bit_length()  # of short blocks
+    tiles = len(grid.ALIGNMENTS) * (2 + 2 + rooms)  # whole and masked ones of a line, of full rows
     kinds = dtypes * dtypes * tiles * max(8, len(formats.FORMATS))
-    assert kinds * triton_plan.NUMBER <= 2**31
+    assert kinds * grid.NUMBER <= 2**31
 
 
 def test_offsets_are_64_bit():
     """Tile 2**21 + 1 starts at element 2**32 + 2048; a table of that many tiles is cheap."""
     source = inspect.getsource(tiles)
-    assert "first.to(tl.int64) * BLOCK" in source
-    assert "line = tl.load(work + WORK * program + 2).to(tl.int64)" in source
+    assert "line * row + first.to(tl.int64) * BLOCK" in source
+    assert "line = tl.load(work + WORK * tl.program_id(0) + 2).to(tl.int64)" in source
 
 
 def test_capture_without_a_plan_says_what_to_do(monkeypatch):

@@ -194,7 +194,7 @@ def test_whole_tensors_are_coded_by_torch_without_functions_of_the_formats_own(l
 
 
 def test_a_block_that_does_not_fit_a_tile_is_refused():
-    from lowbit_optim_kernels.engines.triton import plan
+    from lowbit_optim_kernels.engines.triton import grid
 
     with pytest.raises(ValueError, match="blocks of 4096"):
-        plan.blocks_of_tile(Linear8("huge", 4096))
+        grid.blocks_of_tile(Linear8("huge", 4096))

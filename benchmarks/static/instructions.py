@@ -31,7 +31,7 @@ from benchmarks.common import report
 from benchmarks.static import machine_code, traffic, wavefronts
 from lowbit_optim_kernels import formats, weights
 from lowbit_optim_kernels.engines.triton import engine as engine_triton
-from lowbit_optim_kernels.engines.triton.plan import TILE, Kind
+from lowbit_optim_kernels.engines.triton.grid import TILE, Kind
 from lowbit_optim_kernels.rules import SQUARE, Rule
 from lowbit_optim_kernels.rules.shared import dithered
 
@@ -289,9 +289,13 @@ def main(
         from benchmarks.static import peer_instructions
 
         others = peer_instructions.count_all(console)
-    options = {"optimizer": optimizer, "dtype": dtype, "bits": bits, "target": target, **more}
+    options = {
+        "optimizer": optimizer, "dtype": dtype, "bits": bits, "target": target,
+        "format": state_format, "weights": weights, "no-dither": not dither, "row": row,
+        "no-emulate": not emulate, "peers": peers,
+    }  # fmt: skip
     written = {
-        **report.origin("benchmarks.static.instructions", {**options, "peers": peers}),
+        **report.origin("benchmarks.static.instructions", options),
         "chips": {name: [vars(chip) for chip in chips_of(name)] for name in targets},
         "rows": rows,
         "peers": others,

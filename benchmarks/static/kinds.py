@@ -1,8 +1,8 @@
 """What a kernel of many kinds of tiles costs beside one of a single kind; needs no GPU.
 
 `python -m benchmarks.static.kinds`: registers, programs that a multiprocessor's registers hold,
-spills, shared memory and seconds of compiling, for whole tiles of 8-bit state and for all six kinds
-of one dtype: whole, aligned and other tiles of 8-bit and of 32-bit state.
+spills, shared memory and seconds of compiling, for whole tiles of 8-bit state and for six kinds of
+one dtype: whole tiles, and full and short blocks of odd rows, of 8-bit and of 32-bit state.
 """
 
 from __future__ import annotations
@@ -17,10 +17,14 @@ from rich.table import Table
 
 from benchmarks.common import registry, report
 from benchmarks.static import instructions, machine_code
-from lowbit_optim_kernels import formats
+from lowbit_optim_kernels import formats, weights
 from lowbit_optim_kernels.engines.triton import engine as engine_triton
+from lowbit_optim_kernels.engines.triton import grid
 
-TILES = ((True, 16), (False, 16), (False, 1))
+OF_ODD_ROWS = 1, weights.PLAIN, False  # alignment, weights, whether far
+TILES = (
+    (True, 16), (True, *OF_ODD_ROWS, grid.FULL), (False, *OF_ODD_ROWS, grid.SHORT, 64),
+)  # fmt: skip
 REGISTERS, MOST = 65_536, 16  # of a multiprocessor of 64 warps; programs of 4 warps
 
 

@@ -26,6 +26,7 @@ class Count:
         widest_load: bytes of the widest load from global memory.
         narrow: share of the global loads and stores that move fewer than 4 bytes.
         opcodes: how often each occurs.
+        listed: instructions of the whole listing, functions too.
     """
 
     instructions: float
@@ -34,6 +35,7 @@ class Count:
     widest_load: int
     narrow: float
     opcodes: dict[str, int]
+    listed: int
 
 
 def tool(name: str) -> Path:
@@ -85,6 +87,7 @@ def _count_sass(cubin: bytes, elements: float) -> Count:
         widest_load=max(loads),
         narrow=sum(width < 4 for width in widths) / len(widths),
         opcodes=dict(Counter(opcodes).most_common()),
+        listed=len(everything),
     )
 
 
@@ -108,6 +111,7 @@ def _count_gcn(assembly: str, elements: float) -> Count:
         widest_load=max(loads),
         narrow=sum(_gcn_bytes(x) < 4 for x in memory) / len(memory),
         opcodes=dict(Counter(opcodes).most_common()),
+        listed=len(opcodes),
     )
 
 

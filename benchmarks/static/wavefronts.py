@@ -12,7 +12,7 @@ import torch
 import lowbit_optim
 from benchmarks.common import registry
 from benchmarks.static import machine_code
-from lowbit_optim_kernels.engines.triton.plan import TILE
+from lowbit_optim_kernels.engines.triton.grid import TILE
 
 ELEMENTS = 4 * TILE  # about as many has the tensor
 WARM = 20  # steps before the one that is emulated
@@ -70,6 +70,6 @@ def measure(
             found[name] = Pass(
                 sum(counters.wavefronts.values()) * per,
                 sum(counters.sectors.values()) * per,
-                counters.instructions * per * machine_code.count(kernel, written).instructions,
+                counters.instructions * per * machine_code.count(kernel, 1).listed / written,
             )
     return found

@@ -33,17 +33,8 @@ from ...codegen.analysis import (
 from ...formats import Format, Part, Unit, constant, units
 from ...plan import address_columns, lasting_column, state_columns
 from ...rules import Chain, Moment, Phase, Rule, RuleFunction
-from .plan import (
-    GSCALE,
-    LANES,
-    LIVE,
-    SCALARS,
-    float_names,
-    lanes,
-    number_of,
-    random_column,
-    streams,
-)
+from .grid import number_of
+from .plan import GSCALE, LANES, LIVE, SCALARS, float_names, lanes, random_column, streams
 from .primitives import ROLES
 
 FIXED = {"gscale": GSCALE, "live": LIVE}  # columns of values that are no rule's own

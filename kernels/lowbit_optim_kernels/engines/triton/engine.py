@@ -26,9 +26,10 @@ from ...formats.layout import Layout
 from ...plan import Batch
 from ...rules import Rule
 from .. import torch as torch_engine
-from . import bindings
+from . import bindings, grid
 from . import plan as triton_plan
-from .plan import LANES, Kind, Plan, lanes
+from .grid import Kind
+from .plan import LANES, Plan, lanes
 from .primitives import INTERPRETED
 from .scalars import add_up
 
@@ -83,8 +84,8 @@ def compile_for(target: GPUTarget, rule: Rule, name: str, *given: tuple, **switc
         triton's CompiledKernel.
     """
     kinds = tuple(Kind(*each) for each in given)
-    made = kernels(rule, triton_plan.formats_of(kinds), target.backend == "cuda")
-    kernel, constants = getattr(made, name), {**triton_plan.constants(kinds), **switches}
+    made = kernels(rule, grid.formats_of(kinds), target.backend == "cuda")
+    kernel, constants = getattr(made, name), {**grid.constants(kinds), **switches}
     names = kernel.arg_names
     signature = {argument: _ELEMENTS.get(argument, "constexpr") for argument in names}
     return triton.compile(
@@ -125,7 +126,7 @@ class TritonRun:
         self.scaled = batch.maximize or batch.grad_scale is not None or clips
         with _on(self.device):
             self.plan: Plan = triton_plan.current(batch)
-            using = self.rule, triton_plan.formats_of(self.plan.kinds), self.ptx
+            using = self.rule, grid.formats_of(self.plan.kinds), self.ptx
             self.tables = bindings.tables(*using, self.device)
         self.kernels = kernels(*using)
 

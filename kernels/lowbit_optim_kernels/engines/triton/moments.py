@@ -10,7 +10,8 @@ from .tiles import load, moment_bits, operand, pointer, store
 
 # Of a kind, and of its weights.
 P_TYPE, G_TYPE, FORMAT, WHOLE, ALIGN, PIECE, FAR = (tl.constexpr(i) for i in range(7))
-SPLIT, EXTRA, DITHERED, LOW_TYPE, RUN = (tl.constexpr(i) for i in range(7, 12))
+SPLIT, EXTRA, DITHERED, LOW_TYPE, RUN, BARE_RUN = (tl.constexpr(i) for i in range(7, 13))
+ROOM, BLOCKS = tl.constexpr(13), tl.constexpr(14)
 BLOCK, UNITS, ORDER, INEXACT = (tl.constexpr(i) for i in range(4))  # of a format
 # Of a unit, of each of its tensors, and of its format's functions.
 CODEC, MOMENTS, EXACT, INDEX, ELEMENTS, PER_BLOCK, TABLE = (tl.constexpr(i) for i in range(7))
@@ -70,14 +71,14 @@ def or_zero(moments, ok):
 
 
 @triton.jit
-def bits_of(moments, of_streams, t, block, geometry, MOMENTS: tl.constexpr, BLOCK: tl.constexpr,
+def bits_of(moments, of_streams, t, block, geometry, MOMENTS: tl.constexpr, ROOM: tl.constexpr,
             FAR: tl.constexpr):  # fmt: skip
     """A tile of random bits for each moment that is dithered; anything for the others."""
     out = ()
     for k in tl.static_range(len(MOMENTS)):
         if MOMENTS[k][STREAM] > 0:  # the stream before all of the moments' is the weights'
             of_stream = of_streams + 2 * MOMENTS[k][STREAM]
-            out = out + (moment_bits(of_stream, t, block, geometry, BLOCK, FAR),)
+            out = out + (moment_bits(of_stream, t, block, geometry, ROOM, FAR),)
         else:
             out = out + (moments[k],)
     return out
@@ -107,8 +108,8 @@ def write_moments(
         kept, tops = kept + (values,), tops + (scales,)
     for i in tl.static_range(len(FORMAT[UNITS]) - 1, -1, -1):
         random = bits_of(
-            kept[i], of_streams, t, block, geometry, FORMAT[UNITS][i][MOMENTS], FORMAT[BLOCK],
-            KINDS[KIND][FAR],
+            kept[i], of_streams, t, block, geometry, FORMAT[UNITS][i][MOMENTS],
+            KINDS[KIND][ROOM], KINDS[KIND][FAR],
         )  # fmt: skip
         for k in tl.static_range(len(FORMAT[UNITS][i][ELEMENTS]) - 1, -1, -1):
             coded = FORMAT[UNITS][i][CODEC][ENCODE](

@@ -1,26 +1,29 @@
 """The passes of a step in Triton, for any rule and any formats.
 
-A program takes a tile of one tensor, so that one launch covers any number of tensors. A tile is
-TILE elements: as many blocks of its tensor's format. Tables on the device:
+A program takes a tile of one tensor, so that one launch covers any number of tensors. A tile has
+room for TILE elements: as many blocks of its tensor's format. Tables on the device:
 
     address   int64 (tensors, ...)   p, g, step, then columns that `plan.state_columns` deals out
-    geometry  int64 (tensors, 8)     row, blocks per row, blocks, first tile, global numel, key and
-                                     numbers of the first blocks of its random bits
+    geometry  int64 (tensors, 7)     row, rows, first tile, global numel, key and numbers of the
+                                     first blocks of its random bits
     hyper     fp64  (...)            hyperparameters
     scalars   fp64  (tensors, ...)   gscale, live, then what the rule's scalar functions give
     floats    fp32  (tensors, ...)   the same, and the hyperparameters that elements need; two
                                      uint32 numbers for every stream of random bits
-    work      int32 (programs, 4)    tensor + kind * NUMBER, first block, its row, its number there
+    work      int32 (programs, 4)    tensor + kind * NUMBER, number of the tile in it, row of
+                                     the first block, its number there
     partial   fp32  (tiles, terms)   sums of a reduction's terms over one tile
     tables    fp32  (...)            look-up tables of the formats, one after the other
 
-A tile is WHOLE when its blocks are full, one after the other, and at aligned addresses: it needs no
-mask. Every block starts at a multiple of ALIGN elements, which is 16, 4 or 1. These two, the
-dtypes of p and g, how weights are stored, the format, and whether numbers of blocks may be FAR, of
-more than 32 bits, are a tile's kind. With one kind in a launch all is one function in the machine
-code. With several there is one for each: were they inlined, the compiler would give the tiles of
-all kinds one layout, and with it other accesses and another order of sums than a kind has alone. So
-a tensor's bits do not depend on its neighbours.
+A tile's blocks are neighbours in a tensor of one row (LINE), full blocks of rows (FULL), or the
+short ones that rows end in (SHORT), for which it has just as much ROOM as a power of two that they
+fit in. It is WHOLE when its blocks are full and all there: it needs no mask. Every block starts at
+a multiple of ALIGN elements, which is 16, 4 or 1. These, the dtypes of p and g, how weights are
+stored, the format, and whether numbers of blocks may be FAR, of more than 32 bits, are a tile's
+kind. With one kind in a launch all is one function in the machine code. With several there is one
+for each: were they inlined, the compiler would give the tiles of all kinds one layout, and with it
+other accesses and another order of sums than a kind has alone. So a tensor's bits do not depend on
+its neighbours.
 
 `bindings` writes the kernels, each a call of a function here with constants: a RULE and the FORMATS
 are tuples, and what stands where in them is named below. A function of a rule or of a format is
@@ -35,10 +38,12 @@ import triton.language as tl
 
 from ...plan import RESIDUAL, G, P
 from ...weights import triton as stored_weights
-from . import plan
+from . import grid
 from .moments import (
     ALIGN,
+    BARE_RUN,
     BLOCK,
+    BLOCKS,
     DITHERED,
     EXTRA,
     FAR,
@@ -48,6 +53,7 @@ from .moments import (
     ORDER,
     P_TYPE,
     PIECE,
+    ROOM,
     RUN,
     SPLIT,
     UNITS,
@@ -60,7 +66,8 @@ from .primitives import only_finite, total, widen
 from .scalars import FIRST_TILE, GEOMETRY, GSCALE, LIVE
 from .tiles import TYPES, WORK, load, number_at, operand, place, store, weight_bits
 
-NUMBER, TILE = tl.constexpr(plan.NUMBER), tl.constexpr(plan.TILE)
+NUMBER, TILE = tl.constexpr(grid.NUMBER), tl.constexpr(grid.TILE)
+QUARTERS = tl.constexpr(4)
 # Columns of `address`.
 P, G, RESIDUAL = tl.constexpr(P), tl.constexpr(G), tl.constexpr(RESIDUAL)
 
@@ -115,8 +122,9 @@ def read(
     of each unit; and which blocks and elements there are.
     """
     base, at, block, inside, mask = place(
-        t, piece, geometry, work, FORMAT[BLOCK], KINDS[KIND][WHOLE], KINDS[KIND][ALIGN], NB
-    )
+        t, piece, geometry, work, FORMAT[BLOCK], KINDS[KIND][ROOM], KINDS[KIND][BLOCKS],
+        KINDS[KIND][WHOLE], KINDS[KIND][ALIGN], NB,
+    )  # fmt: skip
     row_at = address + t * RULE[STRIDE]
     row_of = floats + t * RULE[WIDTH]
     values = ()
@@ -125,23 +133,20 @@ def read(
             values = values + (tl.full((), RULE[SCALARS][i][2], tl.float32),)
         else:
             values = values + (number_at(row_of, RULE[SCALARS][i][0]),)
-    p_at, low_at, p, g, low = at, at, at, at, at
+    p_at, low_at, p, g, low = base, base, base, base, base  # of what is not read, anything
+    RUN_HERE: tl.constexpr = KINDS[KIND][RUN if RULE[LOADS][2] else BARE_RUN]
     if RULE[LOADS][0]:
-        p_at = operand(
-            row_at, base, at, P, KINDS[KIND][P_TYPE], KINDS[KIND][ALIGN], KINDS[KIND][RUN]
-        )
+        p_at = operand(row_at, base, at, P, KINDS[KIND][P_TYPE], KINDS[KIND][ALIGN], RUN_HERE)
         p = load(p_at, mask, 0, KINDS[KIND][WHOLE])
         if KINDS[KIND][EXTRA] > 0:
             low_at = operand(
                 row_at, base, at, RESIDUAL, KINDS[KIND][LOW_TYPE], KINDS[KIND][ALIGN],
-                KINDS[KIND][RUN],
+                RUN_HERE,
             )  # fmt: skip
             low = load(low_at, mask, 0, KINDS[KIND][WHOLE])
         p = stored_weights.read(p, low, KINDS[KIND][EXTRA], RULE[PTX])
     if RULE[LOADS][1]:
-        g_at = operand(
-            row_at, base, at, G, KINDS[KIND][G_TYPE], KINDS[KIND][ALIGN], KINDS[KIND][RUN]
-        )
+        g_at = operand(row_at, base, at, G, KINDS[KIND][G_TYPE], KINDS[KIND][ALIGN], RUN_HERE)
         g = widen(load(g_at, mask, 0, KINDS[KIND][WHOLE]), RULE[PTX])
         if SCALED:
             g *= tl.load(row_of + GSCALE)
@@ -177,8 +182,8 @@ def update_blocks(
     bits = new
     if KINDS[KIND][DITHERED]:  # the first stream is theirs
         bits = weight_bits(
-            of_streams, t, piece, geometry, work, FORMAT[BLOCK], KINDS[KIND][WHOLE], NB,
-            KINDS[KIND][FAR],
+            of_streams, t, piece, geometry, work, FORMAT[BLOCK], KINDS[KIND][ROOM],
+            KINDS[KIND][BLOCKS], NB, KINDS[KIND][FAR],
         )  # fmt: skip
     high, low = stored_weights.write(
         new, bits, TYPES[KINDS[KIND][P_TYPE]], KINDS[KIND][SPLIT],
@@ -199,7 +204,7 @@ def update_tile(
     t, address, geometry, work, floats, tables, RULE: tl.constexpr, WRITES: tl.constexpr,
     FORMAT: tl.constexpr, KINDS: tl.constexpr, KIND: tl.constexpr, SCALED: tl.constexpr,
 ):  # fmt: skip
-    for piece in range(0, TILE // FORMAT[BLOCK], KINDS[KIND][PIECE]):
+    for piece in range(0, TILE // KINDS[KIND][ROOM], KINDS[KIND][PIECE]):
         update_blocks(
             t, address, geometry, work, floats, tables, piece, RULE, WRITES, FORMAT, KINDS, KIND,
             SCALED, KINDS[KIND][PIECE],
@@ -263,11 +268,11 @@ def clean(term, mask, CLEAN: tl.constexpr, WHOLE: tl.constexpr):
 
 
 @triton.jit
-def sums_of_blocks(terms, mask, CLEAN: tl.constexpr):
+def sums_of_blocks(terms, mask, CLEAN: tl.constexpr, WHOLE: tl.constexpr):
     """The sums of some blocks: of a single one in a tensor of size 1."""
     cleaned, out = (), ()
     for i in tl.static_range(len(terms)):
-        cleaned = cleaned + (clean(terms[i], mask, CLEAN, False),)
+        cleaned = cleaned + (clean(terms[i], mask, CLEAN, WHOLE),)
     for i in tl.static_range(len(terms)):
         by_block = tl.sum(cleaned[i], 1)
         out = out + (by_block if by_block.shape[0] == 1 else tl.sum(by_block, 0),)
@@ -288,21 +293,24 @@ def sum_tile(
     t, address, geometry, work, floats, tables, partial, RULE: tl.constexpr, TERMS: tl.constexpr,
     FORMAT: tl.constexpr, KINDS: tl.constexpr, KIND: tl.constexpr, SCALED: tl.constexpr,
 ):  # fmt: skip
-    """Sum terms over a tile; an unaligned one piece by piece, as its update does."""
-    NB: tl.constexpr = TILE // FORMAT[BLOCK]
-    PIECES: tl.constexpr = NB // KINDS[KIND][PIECE]
+    """Sum terms over a tile, of unaligned blocks in quarters.
+
+    Those are read element by element, and would take most registers of a kernel.
+    """
+    NB: tl.constexpr = TILE // KINDS[KIND][ROOM]
+    PIECES: tl.constexpr = min(NB, QUARTERS)
     if KINDS[KIND][ALIGN] == 1:
         sums = ()
         for _ in tl.static_range(TERMS[GIVES]):
             sums = sums + (tl.zeros([PIECES], tl.float32),)
-        for piece in range(0, NB, KINDS[KIND][PIECE]):
+        for piece in range(0, NB, NB // PIECES):
             terms, mask = terms_of_blocks(
                 t, address, geometry, work, floats, tables, piece, RULE, TERMS, FORMAT, KINDS, KIND,
-                SCALED, KINDS[KIND][PIECE],
+                SCALED, NB // PIECES,
             )  # fmt: skip
-            of_piece = sums_of_blocks(terms, mask, TERMS[CLEAN])
-            sums = put(sums, of_piece, tl.arange(0, PIECES) == piece // KINDS[KIND][PIECE])
-        sums_at = partial_at(t, geometry, work, partial, NB, TERMS[GIVES])
+            of_piece = sums_of_blocks(terms, mask, TERMS[CLEAN], KINDS[KIND][WHOLE])
+            sums = put(sums, of_piece, tl.arange(0, PIECES) == piece // (NB // PIECES))
+        sums_at = partial_at(t, geometry, work, partial, TERMS[GIVES])
         for i in tl.static_range(TERMS[GIVES]):
             tl.store(sums_at + i, tl.sum(sums[i], 0))
     else:
@@ -310,16 +318,16 @@ def sum_tile(
             t, address, geometry, work, floats, tables, 0, RULE, TERMS, FORMAT, KINDS, KIND, SCALED,
             NB,
         )  # fmt: skip
-        sums_at = partial_at(t, geometry, work, partial, NB, TERMS[GIVES])
+        sums_at = partial_at(t, geometry, work, partial, TERMS[GIVES])
         for i in tl.static_range(TERMS[GIVES]):
             tl.store(sums_at + i, total(clean(terms[i], mask, TERMS[CLEAN], KINDS[KIND][WHOLE])))
 
 
 @triton.jit
-def partial_at(t, geometry, work, partial, NB: tl.constexpr, TERMS: tl.constexpr):
+def partial_at(t, geometry, work, partial, TERMS: tl.constexpr):
     """Where a program's sums go."""
     tile = tl.load(geometry + t * GEOMETRY + FIRST_TILE)
-    tile += tl.load(work + WORK * tl.program_id(0) + 1) // NB
+    tile += tl.load(work + WORK * tl.program_id(0) + 1)
     return partial + tile * TERMS
 
 

@@ -10,10 +10,10 @@ import triton
 import triton.language as tl
 
 from ... import dither
-from . import plan
+from ...plan import WEIGHT_BLOCK
 
 TIME, SPACE = tl.constexpr(dither.TIME), tl.constexpr(dither.SPACE)
-WEIGHT_BLOCK = tl.constexpr(plan.WEIGHT_BLOCK)
+WEIGHT_BLOCK = tl.constexpr(WEIGHT_BLOCK)
 FIRST, SECOND = (tl.constexpr(factor) for _, factor in dither.ROUNDS)
 
 

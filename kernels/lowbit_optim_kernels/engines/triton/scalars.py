@@ -13,8 +13,8 @@ from ...plan import STEP
 from . import plan, random
 
 STEP = tl.constexpr(STEP)
-ROW, PER_ROW, BLOCKS, FIRST_TILE, NUMEL = (tl.constexpr(i) for i in range(5))  # of `geometry`
-KEY, BEFORE, WEIGHTS_BEFORE, GEOMETRY = (tl.constexpr(i) for i in range(5, 9))
+ROW, ROWS, FIRST_TILE, NUMEL = (tl.constexpr(i) for i in range(4))  # of `geometry`
+KEY, BEFORE, WEIGHTS_BEFORE, GEOMETRY = (tl.constexpr(i) for i in range(4, 8))
 GSCALE, LIVE = tl.constexpr(plan.GSCALE), tl.constexpr(plan.LIVE)
 # Where a value is that a scalar function reads.
 OF_STEP, OF_NUMEL, OF_SCALARS, OF_HYPER, OF_SUMS, OF_NUMBER, OF_HISTORY = (

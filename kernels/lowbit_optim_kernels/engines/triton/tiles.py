@@ -6,71 +6,81 @@ import triton
 import triton.language as tl
 
 from ...plan import WEIGHT_BLOCK
-from . import plan, random
-from .scalars import BEFORE, BLOCKS, GEOMETRY, PER_ROW, ROW, WEIGHTS_BEFORE
+from . import grid, random
+from .scalars import BEFORE, GEOMETRY, ROW, ROWS, WEIGHTS_BEFORE
 
-WORK, WEIGHT_BLOCK = tl.constexpr(plan.WORK), tl.constexpr(WEIGHT_BLOCK)
-TYPES = tl.constexpr(tuple(plan.TYPES.values()))  # a dtype is a number in tuples
+WORK, WEIGHT_BLOCK = tl.constexpr(grid.WORK), tl.constexpr(WEIGHT_BLOCK)
+LINE, FULL, SHORT = (tl.constexpr(x) for x in (grid.LINE, grid.FULL, grid.SHORT))
+TYPES = tl.constexpr(tuple(grid.TYPES.values()))  # a dtype is a number in tuples
 
 
 @triton.jit
-def place(t, piece, geometry, work, BLOCK: tl.constexpr, WHOLE: tl.constexpr,
-          ALIGN: tl.constexpr, NB: tl.constexpr):  # fmt: skip
+def blocks_of(t, piece, geometry, work, BLOCK: tl.constexpr, BLOCKS: tl.constexpr,
+              NB: tl.constexpr):  # fmt: skip
+    """The NB blocks of a tile from `piece` on.
+
+    The row of the tile's first one and its number there; of each how many rows it is further down,
+    and its number there.
+    """
+    line = tl.load(work + WORK * tl.program_id(0) + 2).to(tl.int64)
+    first = tl.load(work + WORK * tl.program_id(0) + 3)
+    tile = tl.arange(0, NB) + piece
+    if BLOCKS == LINE:
+        return first.to(tl.int64) * 0, first, tile * 0, first + tile
+    elif BLOCKS == FULL:  # noqa: RET505 (Triton takes a second return only in the other branch)
+        full = (tl.load(geometry + t * GEOMETRY + ROW) // BLOCK).to(tl.uint32)
+        down = ((first + tile).to(tl.uint32) // full).to(tl.int32)
+        return line, first, down, first + tile - down * full.to(tl.int32)
+    else:
+        return line, first, tile, first + tile * 0
+
+
+@triton.jit
+def place(t, piece, geometry, work, BLOCK: tl.constexpr, ROOM: tl.constexpr,
+          BLOCKS: tl.constexpr, WHOLE: tl.constexpr, ALIGN: tl.constexpr,
+          NB: tl.constexpr):  # fmt: skip
     """Where the NB blocks of a tile from `piece` on are: offsets, block numbers, masks.
 
-    The offsets start from a multiple of 16 if each block's are.
+    The offsets are one of the tile and, added to it, those of blocks and of elements in a block.
     """
-    program = tl.program_id(0)
-    first = tl.load(work + WORK * program + 1)
-    tile = tl.arange(0, NB) + piece
-    lane = tl.arange(0, BLOCK)
+    line, first, down, column = blocks_of(t, piece, geometry, work, BLOCK, BLOCKS, NB)
+    row = tl.load(geometry + t * GEOMETRY + ROW)
+    base = tl.multiple_of(line * row + first.to(tl.int64) * BLOCK, ALIGN)
+    if BLOCKS == SHORT:
+        start = down * row
+    else:  # neighbours
+        start = down * row.to(tl.int32) + (column - first) * BLOCK
+    start = tl.multiple_of(start, ALIGN)
+    per_row = (row + (BLOCK - 1)) // BLOCK
+    block = (line * per_row).to(tl.int32) + down * per_row.to(tl.int32) + column
+    lane = tl.arange(0, ROOM)
     if WHOLE:
-        base = tl.multiple_of(first.to(tl.int64) * BLOCK, 16)
-        at = tile[:, None] * BLOCK + lane[None, :]
-        inside, mask = tile, at  # not needed
+        inside, mask = column, column  # not needed
     else:
-        line = tl.load(work + WORK * program + 2).to(tl.int64)
-        left = tl.load(work + WORK * program + 3)
-        row = tl.load(geometry + t * GEOMETRY + ROW)
-        per_row = tl.load(geometry + t * GEOMETRY + PER_ROW).to(tl.uint32)
-        inside = tile < tl.load(geometry + t * GEOMETRY + BLOCKS) - first
-        down = ((left + tile).to(tl.uint32) // per_row).to(tl.int32)
-        column = left + tile - down * per_row.to(tl.int32)
-        start = down * row.to(tl.int32) + (column - left) * BLOCK  # blocks of a tile are neighbours
         size = tl.minimum(row - column.to(tl.int64) * BLOCK, BLOCK).to(tl.int32)
-        size = tl.multiple_of(tl.where(inside, size, 0), ALIGN)
-        base = tl.multiple_of(line * row + left.to(tl.int64) * BLOCK, ALIGN)
-        at = tl.multiple_of(start, ALIGN)[:, None] + lane[None, :]
-        mask = lane[None, :] < size[:, None]
-    return base, at, first + tile, inside, mask
+        size = tl.where(line + down < tl.load(geometry + t * GEOMETRY + ROWS), size, 0)
+        inside = size > 0
+        mask = lane[None, :] < tl.multiple_of(tl.maximum(size, 0), ALIGN)[:, None]
+    return base, (start, lane), block, inside, mask
 
 
 @triton.jit
-def moment_bits(of_stream, t, block, geometry, BLOCK: tl.constexpr, FAR: tl.constexpr):
+def moment_bits(of_stream, t, block, geometry, ROOM: tl.constexpr, FAR: tl.constexpr):
     """The random bits of a stream for each element of these blocks of a format."""
     number = random.numbered(tl.load(geometry + t * GEOMETRY + BEFORE), block, FAR)
     first = random.of_blocks(number, of_stream, FAR)
-    return random.of_lanes(first[:, None], tl.arange(0, BLOCK)[None, :])
+    return random.of_lanes(first[:, None], tl.arange(0, ROOM)[None, :])
 
 
 @triton.jit
-def weight_bits(of_stream, t, piece, geometry, work, BLOCK: tl.constexpr, WHOLE: tl.constexpr,
-                NB: tl.constexpr, FAR: tl.constexpr):  # fmt: skip
+def weight_bits(of_stream, t, piece, geometry, work, BLOCK: tl.constexpr, ROOM: tl.constexpr,
+                BLOCKS: tl.constexpr, NB: tl.constexpr, FAR: tl.constexpr):  # fmt: skip
     """The random bits that round the weights of the NB blocks of a tile from `piece` on."""
-    program = tl.program_id(0)
-    tile = tl.arange(0, NB) + piece
-    lane = tl.arange(0, BLOCK)
-    if WHOLE:
-        column = tl.load(work + WORK * program + 1).to(tl.int64) + tile
-        before = tile * 0
-    else:
-        line = tl.load(work + WORK * program + 2).to(tl.int64)
-        left = tl.load(work + WORK * program + 3)
-        row = tl.load(geometry + t * GEOMETRY + ROW)
-        per_row = tl.load(geometry + t * GEOMETRY + PER_ROW).to(tl.uint32)
-        down = ((left + tile).to(tl.uint32) // per_row).to(tl.int32)
-        column = (left + tile - down * per_row.to(tl.int32)).to(tl.int64)
-        before = (line + down) * ((row + (WEIGHT_BLOCK - 1)) // WEIGHT_BLOCK)
+    lane = tl.arange(0, ROOM)
+    line, _first, down, column = blocks_of(t, piece, geometry, work, BLOCK, BLOCKS, NB)
+    row = tl.load(geometry + t * GEOMETRY + ROW)
+    before = (line + down) * ((row + (WEIGHT_BLOCK - 1)) // WEIGHT_BLOCK)
+    column = column.to(tl.int64)
     start = tl.load(geometry + t * GEOMETRY + WEIGHTS_BEFORE)
     if BLOCK < WEIGHT_BLOCK:
         in_row = before + column * BLOCK // WEIGHT_BLOCK
@@ -79,7 +89,7 @@ def weight_bits(of_stream, t, piece, geometry, work, BLOCK: tl.constexpr, WHOLE:
         place = (column * BLOCK % WEIGHT_BLOCK).to(tl.int32)[:, None] + lane[None, :]
     else:
         number = random.numbered(start, before + column * (BLOCK // WEIGHT_BLOCK), FAR)[:, None]
-        if BLOCK > WEIGHT_BLOCK:
+        if ROOM > WEIGHT_BLOCK:
             number += (lane // WEIGHT_BLOCK).to(number.dtype)[None, :]
         first = random.of_blocks(number, of_stream, FAR)
         place = (lane % WEIGHT_BLOCK)[None, :]
@@ -102,10 +112,16 @@ def pointer(row_at, COLUMN: tl.constexpr, TYPE: tl.constexpr):
 @triton.jit
 def operand(row_at, base, at, COLUMN: tl.constexpr, TYPE: tl.constexpr, ALIGN: tl.constexpr,
             RUN: tl.constexpr):  # fmt: skip
-    """Addresses of a tile's elements in one tensor; a thread takes at most RUN in a row."""
+    """Addresses of a tile's elements in one tensor; a thread takes at most RUN in a row.
+
+    Those of blocks come first: what is added for an element then is a number in its instructions.
+    """
     # Here and not by a function: a hint for what a call gives is lost when the call is inlined.
     first = tl.load(row_at + COLUMN).to(tl.pointer_type(TYPES[TYPE]))
-    return tl.max_contiguous(tl.multiple_of(first, ALIGN) + base + at, (1, RUN))
+    start, lane = at
+    # Of a pointer a multiple counts bytes; tensors are aligned unless ALIGN is 1.
+    here = (tl.multiple_of(first, 16 if ALIGN > 1 else 1) + base) + start
+    return tl.max_contiguous(here[:, None] + lane[None, :], (1, RUN))
 
 
 @triton.jit

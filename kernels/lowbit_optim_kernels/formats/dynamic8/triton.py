@@ -78,7 +78,7 @@ def absmax(x, SIGNED: tl.constexpr):
     A largest magnitude under 1.2e-38 is raised to it.
     """
     if SIGNED:  # by fours, which a thread has: its instructions for floats take magnitudes
-        x = tl.max(tl.reshape(tl.abs(x), [x.shape[0], x.shape[1] // 4, 4]), 2)
+        x = tl.abs(x)
     # As integers, of which a warp finds the largest by one instruction.
     top = tl.max(x.to(tl.int32, bitcast=True), 1).to(tl.float32, bitcast=True)
     return tl.where(top > 0.0, tl.maximum(top, FLOOR), 0.0)
@@ -100,6 +100,16 @@ def _line(tables, number, FIRST: tl.constexpr, COUNT: tl.constexpr):
     slope = (line & 0xFFFFFFFF).to(tl.uint32).to(tl.float32, bitcast=True)
     start = (line >> 32).to(tl.uint32).to(tl.float32, bitcast=True)
     return slope, start
+
+
+@triton.jit
+def _numbers(tables, PTX: tl.constexpr):
+    """The line of each unsigned cell, a byte.
+
+    On AMD, whose programs have twice as many threads, as many bytes again: a thread reads four.
+    """
+    at = tables.to(tl.pointer_type(tl.int8)) + FIRST_NUMBER
+    return tl.load(at + tl.arange(0, CELLS[False] if PTX else 2 * CELLS[False]))
 
 
 @triton.jit
@@ -144,8 +154,7 @@ def _encode_unsigned(x, top, tables, PTX: tl.constexpr):
     scale = tl.broadcast_to(_scaled_inverse(top, SCALE[False], PTX)[:, None], x.shape)
     # Rounded up, y is SHIFT for x == 0 only.
     y = _fma_up(x, scale, tl.full(x.shape, SHIFT, tl.float32), PTX)
-    numbers = tables.to(tl.pointer_type(tl.int8)) + FIRST_NUMBER + tl.arange(0, CELLS[False])
-    number = _look_up(tl.load(numbers), _cell(y, False)).to(tl.int32)
+    number = _look_up(_numbers(tables, PTX), _cell(y, False)).to(tl.int32)
     slope, start = _line(tables, number, FIRST_UNSIGNED, LINES)
     z = _fma_up(y, slope, start, PTX)
     if not PTX:

@@ -1,0 +1,276 @@
+"""The grid of tiles: which programs step the tensors of a batch, and what code they take.
+
+The last block of a row is short where a block does not divide it. Were it in a tile with full ones,
+most of the tile's elements could be missing, and all of it would need a mask. So the full blocks
+of a tensor's rows make tiles, and the short ones make others, narrower and of more blocks.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+import triton.language as tl
+
+from ...formats import Format, units
+from ...plan import ALIGNMENT, WEIGHT_BLOCK, Slot
+from ...rules import Moment
+from ...weights import PLAIN, Weights
+
+# Elements per program, on 4 warps: 16 a thread. With twice as many AdamW8bit takes 3 % fewer
+# instructions an element, but twice the registers, so half as many programs would share a
+# multiprocessor to hide each other's barriers.
+TILE = 2048
+ALIGNMENTS = ALIGNMENT, 4, 1  # elements that blocks may start at multiples of
+NARROWEST = 16  # elements of a tile's block, at least
+NUMBER = 2**20  # what counts the kind in the first column of `work`: room for 2048 kinds
+WORK = 4  # width of `work`
+FAR = 2**32  # blocks whose numbers fit 32 bits
+# The blocks of a tile are neighbours in a tensor of one row, full blocks of rows, or short ones.
+LINE, FULL, SHORT = range(3)
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)  # of p and g
+TYPES = {
+    torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16,
+    torch.uint8: tl.uint8, torch.int8: tl.int8, torch.int16: tl.int16, torch.int32: tl.int32,
+    torch.float8_e4m3fn: tl.float8e4nv, torch.float8_e5m2: tl.float8e5,
+}  # fmt: skip
+
+
+class Kind(NamedTuple):
+    """All that the code for a tile depends on.
+
+    Attributes:
+        p, g: dtypes.
+        format: of the moments.
+        whole: whether all blocks are there and full, so that nothing needs a mask.
+        align: elements that every block starts at a multiple of.
+        weights: how p is stored.
+        far: whether numbers of blocks, which random bits are made of, take more than 32 bits.
+        blocks: LINE, FULL or SHORT.
+        short: elements that a tile has room for in a SHORT block.
+    """
+
+    p: torch.dtype
+    g: torch.dtype
+    format: Format
+    whole: bool
+    align: int
+    weights: Weights = PLAIN
+    far: bool = False
+    blocks: int = LINE
+    short: int = 0
+
+    @property
+    def room(self) -> int:
+        """Elements that a tile has room for in a block."""
+        return self.short or self.format.block
+
+    @property
+    def in_tile(self) -> int:
+        """Blocks of a tile."""
+        return TILE // self.room
+
+
+class Run(NamedTuple):
+    """Tiles of one kind of a tensor, one after the other.
+
+    Attributes:
+        kind: of the tiles.
+        tile: the first one's number in the tensor.
+        tiles: how many there are.
+        block: where the first one begins among the tensor's blocks that are LINE, FULL or SHORT.
+        per_row: how many of those a row has.
+        before: blocks of a row that come before those.
+    """
+
+    kind: Kind
+    tile: int
+    tiles: int
+    block: int
+    per_row: int
+    before: int = 0
+
+
+@dataclass
+class Grid:
+    """Tiles of a batch.
+
+    Attributes:
+        kinds: of the tiles there are, in one order whatever that of the tensors.
+        work: a row for each program; `passes` says what it holds.
+        tiles: how many each tensor has.
+        shapes: the row of each tensor, and how many there are.
+    """
+
+    kinds: tuple[Kind, ...]
+    work: np.ndarray
+    tiles: list[int]
+    shapes: list[tuple[int, int]]
+
+
+def number_of(dtype: torch.dtype) -> int:
+    """What stands for a dtype in the constants of a kernel."""
+    return list(TYPES).index(dtype)
+
+
+def blocks_of_tile(format: Format) -> int:
+    """How many full blocks a tile has.
+
+    Raises:
+        ValueError: blocks do not divide a tile, or do not start at aligned addresses.
+    """
+    block = format.block
+    if not NARROWEST <= block <= TILE or TILE % block:
+        raise ValueError(f"{format.name} has blocks of {block}; the Triton engine takes 16 to 2048")
+    return TILE // block
+
+
+def _has_scales(moments: tuple[Moment, ...], format: Format) -> bool:
+    return any(part.per_block for unit in units(moments, format) for part in unit.parts)
+
+
+def _shape(slot: Slot, scaled: bool) -> tuple[int, int]:
+    """A slot's row, and how many there are.
+
+    Full blocks in rows, and state without scales, whose blocks mean nothing, count as one row, if
+    the random bits for weights, which are counted in blocks of their own, allow for it.
+    """
+    rows, row = slot.rows, slot.row
+    unbroken = not slot.weights.dithered or row % WEIGHT_BLOCK == 0
+    if unbroken and (row % slot.format.block == 0 or not scaled):
+        return rows * row, 1
+    return row, rows
+
+
+def _is_far(slot: Slot) -> bool:
+    """Whether a block of a slot has a number of more than 32 bits."""
+    blocks = slot.rows * -(-slot.row // slot.format.block)
+    of_weights = slot.rows * -(-slot.row // WEIGHT_BLOCK)
+    last = max(slot.blocks_before + blocks, slot.weight_blocks_before + of_weights)
+    return last > FAR
+
+
+def _runs(slot: Slot, row: int, rows: int, aligned: bool) -> Iterator[Run]:
+    """The tiles of a slot: those of neighbours or of full blocks, then those of short ones."""
+    block, in_tile = slot.format.block, blocks_of_tile(slot.format)
+    full, rest = divmod(row, block)
+    align = next(n for n in ALIGNMENTS if row % n == 0) if aligned else 1
+    at_once = align if rows > 1 or not aligned else ALIGNMENT
+    of_kind, more = (slot.p.dtype, slot.g.dtype, slot.format), (slot.weights, _is_far(slot))
+    which, per_row = (FULL, full) if rows > 1 else (LINE, -(-row // block))
+    whole, tiles = rows * full // in_tile, -(-rows * per_row // in_tile)
+    if whole:
+        yield Run(Kind(*of_kind, True, at_once, *more, which), 0, whole, 0, per_row)
+    if whole < tiles:
+        kind = Kind(*of_kind, False, align, *more, which)
+        yield Run(kind, whole, tiles - whole, whole * in_tile, per_row)
+    if rest and rows > 1:
+        room = max(NARROWEST, 1 << (rest - 1).bit_length())
+        kind = Kind(*of_kind, False, align, *more, SHORT, room)
+        yield Run(kind, tiles, -(-rows // kind.in_tile), 0, 1, full)
+
+
+def of(slots: Sequence[Slot], moments: tuple[Moment, ...], aligned: Sequence[bool]) -> Grid:
+    """The grid for these slots, and whether each one's addresses are aligned."""
+    formats = {slot.format.name: slot.format for slot in slots}  # a format's own hash is slow
+    scaled = {name: _has_scales(moments, format) for name, format in formats.items()}
+    shapes = [_shape(slot, scaled[slot.format.name]) for slot in slots]
+    members: dict[Kind, list[tuple[int, ...]]] = {}
+    tiles = [0] * len(slots)
+    for i, slot in enumerate(slots):
+        for kind, *run in _runs(slot, *shapes[i], aligned[i]):
+            members.setdefault(kind, []).append((i, *run))
+            tiles[i] += run[1]
+    kinds = tuple(sorted(members, key=_order))
+    work = [_programs(number, kind, members[kind]) for number, kind in enumerate(kinds)]
+    return Grid(kinds, np.concatenate([np.zeros((0, WORK), dtype=np.int32), *work]), tiles, shapes)
+
+
+def _order(kind: Kind) -> tuple:
+    """Whole tiles first; one order of the same kinds, so that they share a specialization."""
+    p, g, format, whole, align, weights, far, blocks, short = kind
+    stored = str(p), str(g), weights.bits or 0, far
+    return not whole, blocks, format.bits, format.name, -align, short, stored
+
+
+def _programs(number: int, kind: Kind, members: Sequence[tuple[int, ...]]) -> np.ndarray:
+    """A row of `work` for each tile of a kind. Of members there are tensors and their runs."""
+    tensor, tile, tiles, block, per_row, before = np.array(members, dtype=np.int64).T
+    each = np.repeat(np.arange(len(members)), tiles)
+    within = np.arange(len(each)) - (np.cumsum(tiles) - tiles)[each]
+    row, column = np.divmod(block[each] + within * kind.in_tile, per_row[each])
+    column += before[each]
+    entries = tensor[each] + number * NUMBER, tile[each] + within, row, column
+    return np.stack(entries, axis=1).astype(np.int32)
+
+
+def formats_of(kinds: Sequence[Kind]) -> tuple[Format, ...]:
+    """The formats of these kinds, each once."""
+    return tuple(dict.fromkeys(kind.format for kind in kinds))
+
+
+def pieces(kinds: Sequence[Kind]) -> list[int]:
+    """Blocks of a tile that a program updates at a time, for each kind.
+
+    A kernel takes the registers of its largest kind, and with more of them fewer programs share a
+    multiprocessor. So only the best aligned whole tiles of the narrowest state are updated at once,
+    the others in halves, and in quarters those of unaligned blocks beside aligned ones: they are
+    read element by element. (Not smaller: each piece brings tables into shared memory.)
+    """
+    lightest = min(((kind.format.bits, -kind.align) for kind in kinds if kind.whole), default=None)
+    aligned = any(kind.align > 1 for kind in kinds)
+
+    def of(kind: Kind) -> int:
+        light = kind.whole and (kind.format.bits, -kind.align) == lightest
+        heavy = aligned and kind.align == 1
+        parts = 1 if light or len(kinds) == 1 else 4 if heavy else 2
+        return max(1, kind.in_tile // parts)
+
+    return [of(kind) for kind in kinds]
+
+
+def constants(kinds: tuple[Kind, ...]) -> dict[str, Any]:
+    """What makes a specialization of the per-element kernels: the kinds of tiles in one launch."""
+    number = {format: i for i, format in enumerate(formats_of(kinds))}
+    return {
+        "KINDS": tuple(
+            (
+                number_of(kind.p),
+                number_of(kind.g),
+                number[kind.format],
+                kind.whole,
+                kind.align,
+                piece,
+                kind.far,
+                *_of_weights(kind.weights),
+                *_lengths(kind),
+                kind.room,
+                kind.blocks,
+            )
+            for kind, piece in zip(kinds, pieces(kinds), strict=True)
+        )
+    }
+
+
+def _lengths(kind: Kind) -> tuple[int, int]:
+    """How many elements a thread takes in a row, at most: in a pass that reads moments, in others.
+
+    16 bytes of p and g: with more, a warp would read every other 16 bytes at a time. A format of
+    whose kernels something else is the limit has a RUN of its own.
+    """
+    bare = 16 // max(kind.p.itemsize, kind.g.itemsize)
+    return getattr(importlib.import_module(kind.format.triton), "RUN", bare), bare
+
+
+def _of_weights(weights: Weights) -> tuple[bool, int, bool, int]:
+    """Whether weights are split, the bits of a residual, whether by dither, the residual's dtype.
+
+    -1 where there is none.
+    """
+    residual = -1 if weights.residual is None else number_of(weights.residual)
+    return weights.bits is not None, weights.extra, weights.dithered, residual
