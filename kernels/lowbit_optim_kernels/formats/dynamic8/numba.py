@@ -24,10 +24,11 @@ from collections.abc import Callable
 
 import numpy as np
 from llvmlite import ir
-from numba import njit, types
+from numba import types
 from numba.extending import intrinsic
 
 from ...engines.numba.dither import fractions, next_bits
+from ...engines.numba.inner import inner
 from ...engines.numba.memory import load_f32, store_f32
 from ...engines.numba.vector import HAS_AVX512 as HAS_AVX512
 from ...engines.numba.vector import f32, i32
@@ -65,7 +66,7 @@ def _power_of_two_near(typing, a):
     return types.float32(types.float32), emit
 
 
-@njit(nogil=True, error_model="numpy", inline="never")
+@inner
 def inverse_of(x, absmax, n):
     """1 / absmax, to encode n numbers at x; rescales them in place if far from 1."""
     if absmax > LEAST and absmax < MOST:
@@ -132,8 +133,7 @@ def _block_functions(
     # of one name can meet: the signed one would run for the unsigned.
     for function in (decode, exact, encode, encode_dithered):
         function.__name__ = function.__qualname__ = f"{function.__name__}_{kind}"
-    compiled = njit(nogil=True, error_model="numpy")
-    return tuple(compiled(x) for x in (decode, exact, encode, encode_dithered))
+    return tuple(inner(x) for x in (decode, exact, encode, encode_dithered))
 
 
 decode_s, exact_s, encode_s, encode_dithered_s = _block_functions(

@@ -1,0 +1,8 @@
+"""How functions are compiled that only other compiled functions call."""
+
+from __future__ import annotations
+
+from numba import njit
+
+# Neither Python nor C calls them, and wrappers for these take longer to compile than they do.
+inner = njit(nogil=True, error_model="numpy", no_cpython_wrapper=True, no_cfunc_wrapper=True)
