@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import ctypes
 import hashlib
-from collections.abc import Sequence
 from functools import cache
 from types import FunctionType, ModuleType
 from typing import Any
@@ -20,9 +19,8 @@ import llvmlite.binding as llvm
 from llvmlite import ir
 from numba import types
 from numba.core import config
-from numba.core.ccallback import _CFuncCompiler
-from numba.core.codegen import get_host_cpu_features
-from numba.core.compiler import Compiler
+from numba.core.codegen import get_host_cpu_features, initialize_llvm
+from numba.core.compiler import Flags, compile_extra
 from numba.core.compiler_lock import global_compiler_lock
 from numba.core.registry import cpu_target
 
@@ -53,27 +51,28 @@ def processor() -> str:
     return repr((llvm.get_process_triple(), name, features))
 
 
-def stored_name(symbol: str) -> str:
-    """What a function is kept under; its symbol says all else that its code depends on."""
-    return f"{symbol}.{hashlib.sha256(processor().encode()).hexdigest()[:24]}"
+_made: dict[str, CFunction] = {}
 
 
-@cache
+@global_compiler_lock
 def c_function(module: ModuleType, name: str) -> CFunction:
     """The C function of a generated module's function of an int64; loaded, or else compiled."""
-    symbol = f"{module.__name__}.{name}"
-    kept = module_cache.load(stored_name(symbol))
-    found = None if kept is None else _linked(symbol, kept)
-    return CFunction(name, *(found or _compiled(symbol, getattr(module, name))))
+    system = hashlib.sha256(processor().encode()).hexdigest()[:24]
+    key = f"{module.__name__}.{name}.{system}"  # the module's name says all else
+    if key not in _made:
+        kept = module_cache.load(key)
+        found = None if kept is None else _linked(kept)
+        _made[key] = CFunction(name, *(found or _compiled(getattr(module, name), key)))
+    return _made[key]
 
 
-def _linked(symbol: str, kept: bytes) -> tuple[int, object] | None:
+def _linked(kept: bytes) -> tuple[int, object] | None:
     """The address of a function that was kept; None if it needs what this process has not."""
-    needed, _, code = kept.partition(b"\0")
-    if not all(llvm.address_of_symbol(one) for one in needed.decode().split()):
+    head, _, code = kept.partition(b"\0")
+    symbol, *needed = head.decode().split()
+    if not all(llvm.address_of_symbol(one) for one in needed):
         return None
-    llvm.initialize_native_target()
-    llvm.initialize_native_asmprinter()
+    initialize_llvm()
     machine = llvm.Target.from_triple(llvm.get_process_triple()).create_target_machine()
     by_llvmlite = vars(config)["USE_LLVMLITE_MEMORY_MANAGER"]
     linker = llvm.create_mcjit_compiler(llvm.parse_assembly(""), machine, use_lmm=by_llvmlite)
@@ -82,41 +81,39 @@ def _linked(symbol: str, kept: bytes) -> tuple[int, object] | None:
     return linker.get_function_address(symbol), linker
 
 
-class _Compiler(_CFuncCompiler):
-    """Compiles a function without wrappers: Numba's would ask Python to report errors."""
+def _flags() -> Any:
+    """Numba's settings: neither wrappers, which ask Python to report errors, nor code as yet."""
+    flags: Any = Flags()
+    flags.error_model, flags.nrt = "numpy", True
+    flags.no_cpython_wrapper = flags.no_cfunc_wrapper = flags.no_compile = True
+    return flags
 
-    def _customize_flags(self, flags: Any) -> Any:
-        flags = super()._customize_flags(flags)
-        flags.no_cfunc_wrapper = True
-        return flags
 
-
-@global_compiler_lock
-def _compiled(symbol: str, function: FunctionType) -> tuple[int, object]:
+def _compiled(function: FunctionType, key: str) -> tuple[int, object]:
     """The address of a function that is compiled now, and kept."""
-    options = {"nogil": True, "error_model": "numpy"}
-    compiler = _Compiler(function, cpu_target, options, {}, Compiler)
-    made = compiler.compile((types.int64,), types.void)
+    typing, target = cpu_target.typing_context, cpu_target.target_context
+    made: Any = compile_extra(typing, target, function, (types.int64,), types.void, _flags(), {})
+    symbol = made.fndesc.llvm_cfunc_wrapper_name  # unlike any other of this process
     _add_entry(symbol, made.library, made.fndesc)
     address = made.library.get_pointer_to_function(symbol)
-    _keep(symbol, made)
+    _keep(key, symbol, made)
     return address, made
 
 
 def _add_entry(symbol: str, library: Any, described: Any) -> None:
     """Add a C function that calls Numba's; functions of this engine end without errors."""
     context = cpu_target.target_context
-    module = context.create_module(symbol)
-    inner = context.declare_function(module, described)
+    module = context.create_module("entry")
+    function = context.declare_function(module, described)
     kind = ir.FunctionType(ir.VoidType(), [ir.IntType(64)])
-    builder = ir.IRBuilder(ir.Function(module, kind, symbol).append_basic_block())
-    arguments: Sequence[ir.Value] = builder.function.args
-    context.call_conv.call_function(builder, inner, types.void, (types.int64,), arguments)
+    entry = ir.Function(module, kind, symbol)
+    builder = ir.IRBuilder(entry.append_basic_block())
+    context.call_conv.call_function(builder, function, types.void, (types.int64,), entry.args)
     builder.ret_void()
     library.add_ir_module(module)
 
 
-def _keep(symbol: str, made: Any) -> None:
+def _keep(key: str, symbol: str, made: Any) -> None:
     # Code with addresses of this process in it; none of ours, unless a helper goes wrong.
     if made.library.has_dynamic_globals or made.reload_init:
         return
@@ -126,4 +123,4 @@ def _keep(symbol: str, made: Any) -> None:
         return
     functions = made.library._final_module.functions
     needed = [f.name for f in functions if f.is_declaration and not f.name.startswith("llvm.")]
-    module_cache.store(stored_name(symbol), " ".join(needed).encode() + b"\0" + code)
+    module_cache.store(key, " ".join([symbol, *needed]).encode() + b"\0" + code)

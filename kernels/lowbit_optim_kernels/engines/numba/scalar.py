@@ -11,7 +11,7 @@ from numba.extending import intrinsic
 
 from ...rules import HISTORY
 from .inner import inner
-from .memory import read_f32, read_i64, stack, take, write_f32
+from .memory import read_f32, stack, take, write_f32
 from .vector import call, f32, f64
 
 __all__ = [
