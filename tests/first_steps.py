@@ -51,21 +51,24 @@ make("SGD32bit")
 def first_step(name="SGD32bit"):
     """Take it; what was found and compiled, warned of, and computed, and in which time."""
     hits, misses = [], []
-    load = numba_cache.StoredFunction.load_overload
+    linked, compiled = numba_cache._linked, numba_cache._compiled
 
-    def counting(self, sig, target_context):
-        found = load(self, sig, target_context)
-        (misses if found is None else hits).append(self.function.__qualname__)
-        return found
+    def counting_hits(kept):
+        hits.append(len(kept))
+        return linked(kept)
 
-    numba_cache.StoredFunction.load_overload = counting
+    def counting_misses(function, key):
+        misses.append(function.__qualname__)
+        return compiled(function, key)
+
+    numba_cache._linked, numba_cache._compiled = counting_hits, counting_misses
     stepped = make(name)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         began = time.perf_counter()
         stepped.step()
         seconds = time.perf_counter() - began
-    numba_cache.StoredFunction.load_overload = load
+    numba_cache._linked, numba_cache._compiled = linked, compiled
     return {
         "modules": sum(n.startswith("lowbit_optim_generated") for n in sys.modules),
         "hits": hits,

@@ -78,7 +78,7 @@ def test_the_text_of_a_module_can_be_read_in_the_folder(filled_at_once):
     folder, _ = filled_at_once
     texts = [path.read_text() for path in folder.glob("*.py")]
     assert len(texts) >= 2
-    assert any("def update(" in text for text in texts)
+    assert any("def update_share(" in text for text in texts)
     assert not (folder / "__pycache__").exists(), "Python's own compiled files are not checked"
 
 
@@ -86,6 +86,44 @@ def test_nothing_is_generated_before_the_first_step(tmp_path):
     folder = tmp_path / "cache"
     python(STEP, LOWBIT_OPTIM_CACHE_DIR=str(folder))
     assert not folder.exists()
+
+
+@FORK
+def test_functions_of_one_name_are_not_mixed_up(tmp_path):
+    """Two processes name what they compile by counters; a third one loads what both have kept."""
+    script = """
+import numpy as np
+from lowbit_optim_kernels.codegen import module_cache
+from lowbit_optim_kernels.engines.numba import cache as numba_cache
+from lowbit_optim_kernels.engines.numba.memory import write_f64
+
+def keep(number):
+    def f(job):
+        write_f64(job, number)
+
+    numba_cache._compiled(f, str(number))
+
+for number in (1.0, 2.0):
+    in_a_fork(keep, number)
+kept = [module_cache.load(str(number)) for number in (1.0, 2.0)]
+linked, out = [numba_cache._linked(one) for one in kept], np.zeros(2)
+for k, (address, owner) in enumerate(linked):
+    numba_cache.CFunction("f", address, owner).ctypes(out[k:].ctypes.data)
+heads = [one[: one.index(0)].split()[0] for one in kept]
+print(json.dumps([len(set(heads)), out.tolist()]))
+"""
+    symbols, answers = steps(script, **{VARIABLE: str(tmp_path)})
+    assert symbols == 1
+    assert answers == [1.0, 2.0]
+
+
+def test_code_that_needs_what_is_not_there_is_compiled():
+    """LLVM would end the process that links it."""
+    script = """
+from lowbit_optim_kernels.engines.numba import cache as numba_cache
+print(json.dumps(numba_cache._linked(b"symbol memcpy no_such_function\\0code")))
+"""
+    assert steps(script) is None
 
 
 # Damaged, or written in halves.

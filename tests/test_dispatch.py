@@ -16,6 +16,7 @@ from protocol import identical, parameters, python, snapshot, train
 
 pytest.importorskip("numba")
 from lowbit_optim_kernels.engines.numba import threads as numba_threads
+from lowbit_optim_kernels.engines.numba import vector
 
 VARIABLE = "LOWBIT_OPTIM_ENGINE"
 HALF_TO_SINGLE = (torch.float32, torch.bfloat16, torch.float16)
@@ -52,6 +53,13 @@ def test_the_default_by_device_and_dtype():
     assert elsewhere == EngineChoice("torch", "the default for torch.float32 on meta")
 
 
+def test_the_reason_names_the_instructions():
+    compiled_for = f", compiled for {vector.instruction_set()}"
+    assert engine_for(torch.zeros(3)).reason.endswith(compiled_for)
+    with use_engine("numba"):
+        assert engine_for(torch.zeros(3)).reason == f"use_engine asks for it{compiled_for}"
+
+
 def test_the_environment_variable(monkeypatch):
     monkeypatch.setenv(VARIABLE, "torch")
     choice = engine_for(torch.zeros(3))
@@ -59,7 +67,7 @@ def test_the_environment_variable(monkeypatch):
     with use_engine("auto"):
         assert engine_for(torch.zeros(3)).name == "numba"
     monkeypatch.setenv(VARIABLE, "")
-    assert engine_for(torch.zeros(3)).reason == "the default for torch.float32 on cpu"
+    assert engine_for(torch.zeros(3)).reason.startswith("the default for torch.float32 on cpu")
     monkeypatch.setenv(VARIABLE, "cuda")
     with pytest.raises(ValueError, match="LOWBIT_OPTIM_ENGINE must be one of auto, triton, numba"):
         engine_for(torch.zeros(3))

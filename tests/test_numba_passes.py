@@ -127,8 +127,11 @@ def test_a_moment_that_stays_exact_beside_a_coded_one(rule, format, exact):
 
 
 def test_short_blocks_are_filled_up_with_whole_elements():
+    from numba import njit
+
     home, spare = np.arange(3, dtype=np.int16), np.zeros(8, dtype=np.int16)
-    memory.enter(home.ctypes.data, spare.ctypes.data, 3, 8, 2, -300)
+    enter = memory.enter
+    njit(lambda at, to: enter(at, to, 3, 8, 2, -300))(home.ctypes.data, spare.ctypes.data)
     assert spare.tolist() == [0, 1, 2] + 5 * [-300]
 
 

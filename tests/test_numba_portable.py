@@ -53,6 +53,12 @@ def run(cpu, script, tmp_path):
     return python(START + script, timeout=240, LOWBIT_OPTIM_CACHE_DIR=str(tmp_path), **chosen)
 
 
+def test_the_reason_names_the_instructions(cpu, tmp_path):
+    named = run(cpu, "print(lowbit_optim.engine_for(torch.zeros(1)).reason)", tmp_path)
+    wanted = {"AVX2": "AVX2", "SSE2": f"any {platform.machine()}"}[cpu]
+    assert named == f"the default for torch.float32 on cpu, compiled for {wanted}"
+
+
 @pytest.mark.slow
 def test_steps_are_as_on_torch(cpu, tmp_path):
     script = """
@@ -104,12 +110,13 @@ print("nearest")
 def test_codes_decode_to_the_codebook(cpu, tmp_path):
     """Exactly, but within a step, where it may be two ulp off."""
     script = """
+import numba
 import numpy as np
 import reference_codec
 codes = np.arange(256, dtype=np.uint8)
 for signed, decode in ((True, numba_codec.decode_s), (False, numba_codec.decode_u)):
     book, near = reference_codec.codebook(signed), np.full(256, np.nan, np.float32)
-    decode(codes.ctypes.data, near.ctypes.data, 256)
+    numba.njit(lambda at, out: decode(at, out, 256))(codes.ctypes.data, near.ctypes.data)
     np.testing.assert_array_max_ulp(near, book, 2)
     assert (near == 0).tolist() == (book == 0).tolist(), signed
     exact = lowbit_optim.dequantize_blockwise(torch.from_numpy(codes), torch.ones(1), signed=signed)

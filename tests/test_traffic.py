@@ -43,15 +43,6 @@ ROWS, ROW = 2, 1400  # a full tile of four blocks, a tile of one, a short block
 BLOCKS = ROWS * 6
 AREA = 1 << 32  # distance between operands, and where scratch memory begins
 WIDTH = {"f32": 4, "bf16": 2}
-# Of the shares that threads run, and of the functions for the codec alone.
-UNUSED = (
-    "take",
-    "number_of",
-    "read_i64",
-    "int_table",
-    "float_table",
-    "float_list",
-)
 
 
 def every_rule():
@@ -77,6 +68,7 @@ class Recorder:
         self.operands = operands
         self.touched = {(name, kind): [] for name in operands for kind in ("read", "write")}
         self.top = AREA * len(operands)
+        self.taken = {}
 
     def note(self, kind, at, size):
         area = at // AREA
@@ -120,9 +112,19 @@ class Recorder:
         if at != home:
             self.note("write", home, size * width)
 
-    def namespace(self):
+    def take(self, tickets):
+        """Of a job of one thread and one piece."""
+        self.taken[tickets] = self.taken.get(tickets, -1) + 1
+        return self.taken[tickets]
+
+    def namespace(self, words):
+        """Names of the primitives; `words` are those of a job at the address 0."""
         names = {
-            "njit": lambda **_: lambda function: function,
+            "inner": lambda function: function,
+            "read_i64": lambda at: words[at // 8], "read_f64": lambda at: 0.5,
+            "cell_i64": lambda table, row, columns, column: int(table[row, column]),
+            "cell_f64": lambda table, row, columns, column: 0.5,
+            "set_cell_f64": lambda *_: None, "take": self.take, "number_of": None,
             "INFINITY": np.float32("inf"), "f32": np.float32, "abs": np.abs, "sign": np.sign,
             "sqrt": np.sqrt, "where": np.where, "maximum": np.maximum, "minimum": np.minimum,
             "finite": np.isfinite, "only_finite": lambda x: x, "splat": lambda x: np.full(16, x),
@@ -139,7 +141,6 @@ class Recorder:
             "read_f32": self.read_f32,
             "write_f32": lambda at, x: self.note("write", at, 4),
         }  # fmt: skip
-        names.update(dict.fromkeys(UNUSED))
         for kind, width in numba_source.SIZE.items():
             names[f"load_{kind}"], names[f"store_{kind}"] = self.load(width), self.store(width)
         return names
@@ -159,21 +160,16 @@ def touched(rule, name, kind, bits):
     """Addresses that pass `name` of the generated code reads and writes, by operand."""
     keys = [moment.key for moment in rule.moments]
     recorder = Recorder(["p", "g", "step", "residual", *keys, *(f"absmax_{key}" for key in keys)])
-    names = recorder.namespace()
-    code, imported = generated(rule, kind, bits)
-    assert imported <= set(names), "the recorder has every primitive"
-    exec(code, names)
     columns = len(recorder.operands)
     address = np.arange(columns, dtype=np.int64)[None] * AREA
     geometry = np.array([[ROWS, ROW, BLOCKS // ROWS, ROWS * ROW]])
-    hyper = np.full(len(numba_source.hyper_names(rule)), 0.5)
-    scalars = np.full((1, 1 + len(rule.scalars())), 0.5)
-    arguments = [0, 1, address, geometry, np.array([[0, 0, BLOCKS]]), hyper, scalars]
-    if name != "update":
-        terms = rule.phases[int(name.removeprefix("reduce_"))].sums
-        arguments.append(np.zeros((1, len(terms))))
+    chunks = np.array([[0, 0, BLOCKS]])
+    names = recorder.namespace([0, 0, 1, 1, 1, address, geometry, chunks, 0, None, None])
+    code, imported = generated(rule, kind, bits)
+    assert imported <= set(names), "the recorder has every primitive"
+    exec(code, names)
     with np.errstate(all="ignore"):
-        names[name](*arguments)
+        names[f"{name}_share"](0)
     return recorder.touched
 
 

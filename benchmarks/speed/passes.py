@@ -28,7 +28,7 @@ from lowbit_optim_kernels.engines.numba import vector
 
 LARGE, SMALL = 1 << 24, 64 * 256  # elements
 REPEATED = 64
-CHUNKS, PARTIAL = 4, 7  # words of a job's work: addresses of its chunks and of its partial sums
+CHUNKS, PARTIAL = 2, 5  # words of a job's work: addresses of its chunks and of its partial sums
 
 
 @dataclass(frozen=True)

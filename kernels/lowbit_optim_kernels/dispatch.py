@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .engines.registry import ENGINES, FALLBACK, default_engine
+from .engines.registry import ENGINES, FALLBACK, Engine, default_engine
 from .engines.request import request
 from .formats import Unit
 from .formats.layout import Layout
@@ -26,7 +26,10 @@ from .plan import Batch, Run
 
 @dataclass(frozen=True)
 class EngineChoice:
-    """The engine that runs a tensor (`name`) and the `reason` for it, in a sentence."""
+    """The engine that runs a tensor (`name`) and the `reason` for it, in a sentence.
+
+    Of the Numba engine it ends with the vector instructions that are compiled for.
+    """
 
     name: str
     reason: str
@@ -40,6 +43,12 @@ def _warn_of_fallback(device_type: str, reason: str) -> None:
         RuntimeWarning,
         stacklevel=5,
     )
+
+
+def _choice(engine: Engine, reason: str) -> EngineChoice:
+    if engine.instructions is not None:
+        reason = f"{reason}, compiled for {engine.instructions()}"
+    return EngineChoice(engine.name, reason)
 
 
 def choose(asked: str, source: str, device: torch.device, dtype: torch.dtype) -> EngineChoice:
@@ -61,11 +70,11 @@ def choose(asked: str, source: str, device: torch.device, dtype: torch.dtype) ->
                 f"{source} asks for the engine {asked!r}, but {refusal.reason}; "
                 f'ask for "auto" or "torch" for this tensor'
             )
-        return EngineChoice(asked, f"{source} asks for it")
+        return _choice(ENGINES[asked], f"{source} asks for it")
     wanted = default_engine(device.type)
     refusal = wanted.refusal(device, dtype)
     if refusal is None:
-        return EngineChoice(wanted.name, f"the default for {dtype} on {device.type}")
+        return _choice(wanted, f"the default for {dtype} on {device.type}")
     if refusal.warn:
         _warn_of_fallback(device.type, refusal.reason)
     return EngineChoice(FALLBACK, refusal.reason)

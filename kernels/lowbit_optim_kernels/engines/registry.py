@@ -50,6 +50,8 @@ class Engine:
         devices: types of devices whose tensors it is the automatic choice for.
         dtypes: dtypes of parameters that it takes; None for all.
         declines: given a device and a dtype out of `dtypes`, why it does not run them, or None.
+        instructions: says which instructions its code is chosen for, where that is not the
+            device's own matter; called for what it does not refuse.
     """
 
     name: str
@@ -58,6 +60,7 @@ class Engine:
     devices: frozenset[str]
     dtypes: frozenset[torch.dtype] | None
     declines: Callable[[torch.device, torch.dtype], Refusal | None]
+    instructions: Callable[[], str] | None = None
 
     def refusal(self, device: torch.device, dtype: torch.dtype) -> Refusal | None:
         """Why this engine does not run tensors of a device and a dtype; None if it does."""
@@ -133,6 +136,12 @@ def _converts_half() -> bool:
     return converts_half()
 
 
+def _numba_instructions() -> str:
+    from .numba.vector import instruction_set
+
+    return instruction_set()
+
+
 def _declines_nothing(device: torch.device, dtype: torch.dtype) -> Refusal | None:
     return None
 
@@ -152,6 +161,7 @@ NUMBA = Engine(
     devices=frozenset({"cpu"}),
     dtypes=HALF_TO_SINGLE,
     declines=_numba_declines,
+    instructions=_numba_instructions,
 )
 TORCH = Engine(
     name=FALLBACK,

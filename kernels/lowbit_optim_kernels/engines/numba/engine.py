@@ -13,7 +13,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 from types import ModuleType
-from typing import Any
 
 import llvmlite
 import numba
@@ -29,16 +28,16 @@ from ...formats.layout import Layout
 from ...plan import WEIGHT_BLOCK, Batch, G, Slot, address_columns
 from ...rules import Moment, Rule
 from .. import torch as engine_torch
-from . import cache as numba_cache
 from . import source as numba_source
 from . import threads as numba_threads
+from .cache import CFunction, c_function
 
 NAME = "numba"
 KIND = {torch.float32: "f32", torch.bfloat16: "bf16", torch.float16: "f16"}
 CHUNK = 1 << 14  # elements, in whole blocks
 ALONE = 1 << 16  # elements; fewer are not worth waking a thread for
 
-_HELPERS = ("dither", "element", "memory", "scalar", "vector")
+_HELPERS = ("cache", "dither", "element", "inner", "memory", "scalar", "vector")
 
 
 @cache
@@ -56,9 +55,7 @@ def _depends(format: Format | None = None) -> tuple[str, ...]:
 @cache
 def _scalars(rule: Rule) -> ModuleType:
     source = numba_source.scalar_module(rule)
-    module = import_source(f"{rule.name}_scalar", source, _depends())
-    names = ["begin", *(f"combine_{k}" for k in range(len(rule.phases)))]
-    return numba_cache.keep(module, [*names, *(["keep"] if rule.kept() else [])])
+    return import_source(f"{rule.name}_scalar", source, _depends())
 
 
 @cache
@@ -67,12 +64,6 @@ def _elements(
 ) -> ModuleType:
     source = numba_source.element_module(rule, p_kind, g_kind, format, stored)
     return import_source(f"{rule.name}_{p_kind}_{g_kind}_{format.name}", source, _depends(format))
-
-
-@cache
-def _shared() -> ModuleType:
-    module = import_source("shared", numba_source.shared_module(), _depends())
-    return numba_cache.keep(module, ["add_up"])
 
 
 @cache
@@ -86,7 +77,7 @@ def _codec(format: Format) -> ModuleType:
 class _Bucket:
     """Slots of a batch that one compiled function takes, and how they are cut up."""
 
-    passes: dict[str, Any]  # compiled functions by name
+    passes: dict[str, CFunction]
     chunks: np.ndarray  # int64 (chunks, 3): tensor, first block, blocks
     elements: int
 
@@ -96,6 +87,7 @@ class _Plan:
     """What depends only on the shapes, dtypes and rule of a batch; kept from step to step."""
 
     buckets: list[_Bucket]
+    per_tensor: dict[str, CFunction]
     geometry: np.ndarray
     scalars: np.ndarray
     address: np.ndarray
@@ -125,9 +117,9 @@ def _geometry(slot: Slot) -> tuple[int, ...]:
     return rows, row, -(-row // block), slot.numel, *numbers
 
 
-def _compiled(module: ModuleType, names: list[str]) -> dict[str, Any]:
-    """Passes of a module, compiled before a step begins: a step that has begun can be finished."""
-    return {name: numba_threads.compiled_share(module, f"{name}_share") for name in names}
+def _compiled(module: ModuleType, names: list[str], suffix: str = "") -> dict[str, CFunction]:
+    """Functions of a module, compiled before a step begins: one that has begun can be finished."""
+    return {name: c_function(module, name + suffix) for name in names}
 
 
 def _make_plan(batch: Batch) -> _Plan:
@@ -140,15 +132,18 @@ def _make_plan(batch: Batch) -> _Plan:
     names.append("update")
     buckets = [
         _Bucket(
-            _compiled(_elements(rule, *kinds), names),
+            _compiled(_elements(rule, *kinds), names, "_share"),
             _chunks(slots, group),
             sum(slots[t].p.numel() for t in group),
         )
         for kinds, group in members.items()
     ]
     geometry = [_geometry(slot) for slot in slots]
+    per_tensor = ["begin", *(f"combine_{k}" for k in range(len(rule.phases)))]
+    per_tensor += ["keep"] if rule.kept() else []
     return _Plan(
         buckets=buckets,
+        per_tensor=_compiled(_scalars(rule), per_tensor),
         geometry=np.array(geometry, dtype=np.int64),
         scalars=np.zeros((len(slots), numba_source.SCALARS + len(rule.scalars()))),
         address=np.zeros((len(slots), address_columns(rule)), dtype=np.int64),
@@ -182,8 +177,8 @@ class NumbaRun:
         scale = -1.0 if self.batch.maximize else 1.0
         if self.batch.grad_scale is not None:
             scale /= float(self.batch.grad_scale)
-        plan, module = self.plan, _scalars(self.batch.rule)
-        module.begin(plan.address, plan.geometry, self.hyper, plan.scalars, scale, self.live)
+        self.plan.scalars[:, numba_source.GSCALE] = scale
+        self._per_tensor("begin")
 
     def reduce(self, phase: int) -> Tensor:
         terms = len(self.batch.rule.phases[phase].sums)
@@ -191,13 +186,13 @@ class NumbaRun:
         for bucket in self.plan.buckets:
             partial = np.empty((len(bucket.chunks), terms))
             self._pass(bucket, f"reduce_{phase}", partial)
-            _shared().add_up(bucket.chunks, partial, sums)
+            tensors = bucket.chunks[:, 0]
+            for k in range(terms):  # added up in the order of the chunks
+                sums[:, k] += np.bincount(tensors, partial[:, k], len(sums))
         return torch.from_numpy(sums)
 
     def combine(self, phase: int, sums: Tensor) -> None:
-        plan, values = self.plan, sums.contiguous().numpy()
-        function = getattr(_scalars(self.batch.rule), f"combine_{phase}")
-        function(plan.address, plan.geometry, self.hyper, plan.scalars, values, self.live)
+        self._per_tensor(f"combine_{phase}", sums.contiguous().numpy())
 
     def finish(self) -> None:
         if not self.live:
@@ -205,14 +200,21 @@ class NumbaRun:
         for bucket in self.plan.buckets:
             self._pass(bucket, "update")
         if self.batch.rule.kept():
-            _scalars(self.batch.rule).keep(self.plan.address, self.plan.scalars)
+            self._per_tensor("keep")
 
     def cancel(self) -> None:
         if self.live:
             torch._foreach_sub_([slot.step for slot in self.batch.slots], 1)
 
+    def _per_tensor(self, name: str, sums: np.ndarray | None = None) -> None:
+        plan = self.plan
+        arrays = (plan.address, plan.geometry, self.hyper, plan.scalars)
+        tables = [array.ctypes.data for array in arrays]
+        words = [len(self.batch.slots), *tables, 0 if sums is None else sums.ctypes.data]
+        numba_threads.call(plan.per_tensor[name], [*words, int(self.live)])
+
     def _pass(self, bucket: _Bucket, name: str, partial: np.ndarray | None = None) -> None:
-        work = [len(self.batch.slots), len(self.hyper), *self.plan.tables(bucket, self.hyper)]
+        work = self.plan.tables(bucket, self.hyper)
         if partial is not None:
             work.append(partial.ctypes.data)
         threads = self.threads if bucket.elements > ALONE else 1
@@ -259,6 +261,6 @@ def _code(
 ) -> None:
     share = f"{numba_source.tensor_function(name, moment.signed)}_share"
     threads = torch.get_num_threads() if layout.rows * layout.row > ALONE else 1
-    function = numba_threads.compiled_share(_codec(format), share)
+    function = c_function(_codec(format), share)
     work = [layout.row, *(tensor.data_ptr() for tensor in (x, *stored))]
     numba_threads.run(function, layout.rows * layout.blocks_per_row, threads, work)

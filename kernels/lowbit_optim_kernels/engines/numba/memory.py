@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-import numpy as np
 from llvmlite import ir
-from numba import carray, njit, types
+from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
+from .inner import inner
 from .vector import F, f32, f64, fill, i8, i16, i32, i64, pointer, vector
 
 
@@ -103,28 +103,37 @@ def number_of(typing, function):
     return types.int64(types.int64), emit
 
 
+def _cell(b: ir.IRBuilder, table: list, element: ir.Type) -> ir.Value:
+    """Where a table of 8-byte numbers has a row's column; from its address and its columns."""
+    address, row, columns, column = table
+    place = b.add(b.mul(row, columns), column)
+    return pointer(b, b.add(address, b.shl(place, ir.Constant(i64, 3))), element)
+
+
 @intrinsic
-def _untyped(typing, address):
-    kind = types.voidptr
-    return kind(types.int64), lambda c, b, s, a: b.inttoptr(a[0], c.get_value_type(kind))
+def cell_i64(typing, table, row, columns, column):
+    """A number of the int64 table at an address."""
+    kind = types.int64
+    return kind(kind, kind, kind, kind), lambda c, b, s, a: b.load(_cell(b, a, i64))
 
 
-@njit(nogil=True, error_model="numpy")
-def int_table(at, rows, columns):
-    """The int64 matrix at an address."""
-    return carray(_untyped(at), (rows, columns), np.int64)
+@intrinsic
+def cell_f64(typing, table, row, columns, column):
+    """A number of the fp64 table at an address."""
+    kind = types.int64
+    return types.float64(kind, kind, kind, kind), lambda c, b, s, a: b.load(_cell(b, a, f64))
 
 
-@njit(nogil=True, error_model="numpy")
-def float_table(at, rows, columns):
-    """The fp64 matrix at an address."""
-    return carray(_untyped(at), (rows, columns), np.float64)
+@intrinsic
+def set_cell_f64(typing, table, row, columns, column, x):
+    """Store a number of the fp64 table at an address."""
 
+    def emit(context, b, signature_, args):
+        b.store(args[4], _cell(b, args[:4], f64))
+        return context.get_dummy_value()
 
-@njit(nogil=True, error_model="numpy")
-def float_list(at, size):
-    """The fp64 vector at an address."""
-    return carray(_untyped(at), (size,), np.float64)
+    kind = types.int64
+    return types.void(kind, kind, kind, kind, types.float64), emit
 
 
 @intrinsic
@@ -192,7 +201,7 @@ def move(typing, target, source, size):
     return types.void(types.int64, types.int64, types.int64), emit
 
 
-@njit(nogil=True, error_model="numpy")
+@inner
 def enter(home, spare, size, n, width, pad):
     """Address of a block's operand: its home, or a copy in `spare` filled up from size to n.
 
@@ -206,7 +215,7 @@ def enter(home, spare, size, n, width, pad):
     return spare
 
 
-@njit(nogil=True, error_model="numpy")
+@inner
 def leave(home, at, size, width):
     """Copy a block's operand back to its home if it was elsewhere."""
     if at != home:

@@ -8,6 +8,7 @@ tensors:
     address   int64   (tensors, ...)  p, g, step, the state's tensors, what lasts
     geometry  int64   (tensors, 7)    rows, row, blocks per row, global numel, `Slot.tensor_key`,
                                       `blocks_before`, `weight_blocks_before`
+    hyper     float64 (...)           hyperparameters
     scalars   float64 (tensors, ...)  gscale, then what the rule's scalar functions give
     chunks    int64   (chunks, 3)     tensor, first block, number of blocks
     partial   float64 (chunks, ...)   sums of a reduction's terms over one chunk
@@ -24,21 +25,20 @@ and its lane.
 
 from __future__ import annotations
 
-from numba import njit
 from numpy import float32 as f32
 
 from .dither import block_bits, random_bits, stream_key
 from .element import only_finite
 from .memory import (
+    cell_f64,
+    cell_i64,
     enter,
-    float_list,
-    float_table,
-    int_table,
     leave,
     load_f32,
     number_of,
     read_f64,
     read_i64,
+    set_cell_f64,
     stack,
     store_f32,
     take,
@@ -138,11 +138,11 @@ def store_moments():
 # Passes.
 
 
-@njit(nogil=True, error_model="numpy", inline="always")
-def update_block(*ARGUMENTS):
+def update_blocks():
+    """The n elements, whole blocks or a short one, at the addresses `at`."""
     if MOMENTS:
         for start in range(0, n, BLOCK):
-            stop = min(n, start + BLOCK)
+            stop = start + BLOCK if start + BLOCK < n else n
             read_block()
             for j in range(start, stop, 16):
                 update_elements()
@@ -157,8 +157,7 @@ def update_block(*ARGUMENTS):
             update_elements()
 
 
-@njit(nogil=True, error_model="numpy", inline="always")
-def reduce_block(*ARGUMENTS):
+def reduce_blocks():
     """Sums of terms; of finite ones, lest one bad gradient spoil its tensor's norm.
 
     The norm of percentile clipping is taken as it is. (Few elements at a time: what is loaded early
@@ -166,11 +165,12 @@ def reduce_block(*ARGUMENTS):
     """
     for x in TERMS:
         block_sum[x] = 0.0
-    for first in range(0, n, SUMMED):
+    for first_summed in range(0, n, SUMMED):
         for x in TERMS:
             lanes[x] = splat(f32(0.0))
-        for start in range(first, min(n, first + SUMMED), BLOCK):
-            stop = min(n, start + BLOCK)
+        end = first_summed + SUMMED if first_summed + SUMMED < n else n
+        for start in range(first_summed, end, BLOCK):
+            stop = start + BLOCK if start + BLOCK < n else n
             if MOMENTS:
                 read_block()
             for j in range(start, stop, 16):
@@ -179,66 +179,70 @@ def reduce_block(*ARGUMENTS):
                     lanes[x] = lanes[x] + (only_finite(x.value) if FINITE else x.value)
         for x in TERMS:
             block_sum[x] += total(lanes[x])
-    return block_sum[TERMS]
 
 
-@njit(nogil=True, error_model="numpy", inline="always")
-def run_chunks(lo, hi, address, geometry, chunks, hyper, scalars, *PARTIAL):
-    """What the threads call: the blocks of chunks lo..hi."""
-    scratch = stack(SCRATCH)
-    spare = stack(SPARES)
+def run_chunks():
+    """The blocks of chunks lo..hi."""
     for c in range(lo, hi):
-        t = chunks[c, 0]
-        gscale = f32(scalars[t, GSCALE])
+        t = cell_i64(chunks, c, 3, 0)
+        gscale = f32(cell_f64(scalars, t, SCALAR_COLUMNS, GSCALE))
         for s in SCALARS:
-            s.value = f32(scalars[t, s.column] if s.of_tensor else hyper[s.column])
-        row, per_row = geometry[t, 1], geometry[t, 2]
+            if s.of_tensor:
+                s.value = f32(cell_f64(scalars, t, SCALAR_COLUMNS, s.column))
+            else:
+                s.value = f32(read_f64(hyper + 8 * s.column))
+        tensor_row = cell_i64(geometry, t, GEOMETRY, 1)
+        per_row = cell_i64(geometry, t, GEOMETRY, 2)
         if DITHERED or WEIGHTS_DITHERED:
-            step = read_i64(address[t, STEP])
+            step = read_i64(cell_i64(address, t, ADDRESS_COLUMNS, STEP))
+            tensor_key = cell_i64(geometry, t, GEOMETRY, 4)
         for m in DITHERED:
-            key[m] = stream_key(geometry[t, 4], m.stream)
+            key[m] = stream_key(tensor_key, m.stream)
         if WEIGHTS_DITHERED:
-            weight_key = stream_key(geometry[t, 4], WEIGHT)
+            weight_key = stream_key(tensor_key, WEIGHT)
         for x in TERMS:
             chunk_sum[x] = 0.0
-        b, end = chunks[c, 1], chunks[c, 1] + chunks[c, 2]
-        while b < end:
+        b = cell_i64(chunks, c, 3, 1)
+        last = b + cell_i64(chunks, c, 3, 2)
+        while b < last:
             column = b % per_row * BLOCK
-            first = b // per_row * row + column
-            whole = min(row - column, BLOCK * (end - b)) // BLOCK
-            size = BLOCK * whole if whole > 0 else row - column
+            first = b // per_row * tensor_row + column
+            whole = (tensor_row - column) // BLOCK
+            if whole > last - b:
+                whole = last - b
+            size = BLOCK * whole if whole > 0 else tensor_row - column
             n = (size + (GRAIN - 1)) // GRAIN * GRAIN
             if DITHERED:
-                number = geometry[t, 5] + b
+                number = cell_i64(geometry, t, GEOMETRY, 5) + b
             if WEIGHTS_DITHERED:
-                weight_row = (row + (WEIGHT_BLOCK - 1)) // WEIGHT_BLOCK
-                weight_place = geometry[t, 6] + b // per_row * weight_row
+                weight_row = (tensor_row + (WEIGHT_BLOCK - 1)) // WEIGHT_BLOCK
+                weight_place = cell_i64(geometry, t, GEOMETRY, 6) + b // per_row * weight_row
                 weight_place = weight_place * WEIGHT_BLOCK + column
             for x in BLOCK_PARTS:
-                at[x] = address[t, x.column] + x.width * b
+                at[x] = cell_i64(address, t, ADDRESS_COLUMNS, x.column) + x.width * b
             for x in OPERANDS:
-                home[x] = address[t, x.column] + x.width * first
+                home[x] = cell_i64(address, t, ADDRESS_COLUMNS, x.column) + x.width * first
             for x in OPERANDS:
                 at[x] = enter(home[x], spare + SPARE * x.row, size, n, x.width, x.pad)
             if TERMS:
-                term[TERMS] = block_function(*ARGUMENTS)
+                reduce_blocks()
+                for x in TERMS:
+                    chunk_sum[x] += block_sum[x]
             else:
-                block_function(*ARGUMENTS)
-            for x in OPERANDS:
-                if x.written and not TERMS:
-                    leave(home[x], at[x], size, x.width)
-            for x in TERMS:
-                chunk_sum[x] += term[x]
-            b += max(whole, 1)
+                update_blocks()
+                for x in OPERANDS:
+                    if x.written:
+                        leave(home[x], at[x], size, x.width)
+            b += whole if whole > 1 else 1
         for x in TERMS:
-            partial[c, x.row] = chunk_sum[x]
+            set_cell_f64(partial, c, len(TERMS), x.row, chunk_sum[x])
 
 
 # Shares, which `threads` runs: its words, then those of the work.
 
 
 def read_job():
-    number = read_i64(job + 0)
+    thread_number = read_i64(job + 0)
     tickets = read_i64(job + 8)
     threads = read_i64(job + 16)
     each = read_i64(job + 24)
@@ -246,27 +250,32 @@ def read_job():
 
 
 def run_pieces():
-    this = number_of(number) if number != 0 else take(tickets)
+    this = number_of(thread_number) if thread_number != 0 else take(tickets)
     for turn in range(threads):
         owner = (this + turn) % threads
         piece = take(tickets + 64 * (1 + owner))
         while piece < each:
             k, pieces = owner * each + piece, threads * each
-            piece_function(count * k // pieces, count * (k + 1) // pieces, *PIECE_ARGUMENTS)
+            lo, hi = count * k // pieces, count * (k + 1) // pieces
+            if PIECE_ARGUMENTS:
+                piece_function(lo, hi, *PIECE_ARGUMENTS)
+            else:
+                run_chunks()
             piece = take(tickets + 64 * (1 + owner))
 
 
-def run_chunks_share(job):
+def chunks_share(job):
+    """All of a pass in one function: what is put together from several, Numba takes longer for."""
     read_job()
-    tensors = read_i64(job + 40)
-    hypers = read_i64(job + 48)
-    address = int_table(read_i64(job + 56), tensors, ADDRESS_COLUMNS)
-    geometry = int_table(read_i64(job + 64), tensors, GEOMETRY)
-    chunks = int_table(read_i64(job + 72), count, 3)
-    hyper = float_list(read_i64(job + 80), hypers)
-    scalars = float_table(read_i64(job + 88), tensors, SCALAR_COLUMNS)
+    address = read_i64(job + 40)
+    geometry = read_i64(job + 48)
+    chunks = read_i64(job + 56)
+    hyper = read_i64(job + 64)
+    scalars = read_i64(job + 72)
     if TERMS:
-        partial = float_table(read_i64(job + 96), count, len(TERMS))
+        partial = read_i64(job + 80)
+    scratch = stack(SCRATCH)
+    spare = stack(SPARES)
     run_pieces()
 
 
@@ -281,53 +290,56 @@ def words_share(job):
 # Tensors.
 
 
+def read_tensors_job():
+    tensors = read_i64(job + 0)
+    address = read_i64(job + 8)
+    geometry = read_i64(job + 16)
+    hyper = read_i64(job + 24)
+    scalars = read_i64(job + 32)
+    sums = read_i64(job + 40)
+    live = read_i64(job + 48) != 0
+
+
 def compute_scalars():
     for x in READS:
         if x.source == "step":
-            x.value = read_step(address[t, STEP])
+            x.value = read_step(cell_i64(address, t, ADDRESS_COLUMNS, STEP))
         elif x.source == "numel":
-            x.value = float(geometry[t, 3])
+            x.value = float(cell_i64(geometry, t, GEOMETRY, 3))
         elif x.source == "live":
             x.value = live
         elif x.source == "sums":
-            x.value = sums[t, x.column]
+            x.value = cell_f64(sums, t, SUMS, x.column)
         elif x.source == "number":
-            x.value = read_f64(address[t, x.column])
+            x.value = read_f64(cell_i64(address, t, ADDRESS_COLUMNS, x.column))
         elif x.source == "history":
-            x.value = address[t, x.column]
+            x.value = cell_i64(address, t, ADDRESS_COLUMNS, x.column)
         elif x.source == "scalars":
-            x.value = scalars[t, x.column]
+            x.value = cell_f64(scalars, t, SCALAR_COLUMNS, x.column)
         else:
-            x.value = hyper[x.column]
+            x.value = read_f64(hyper + 8 * x.column)
     CALL.gives = CALL.function(*CALL.reads)
     for x in GIVES:
-        scalars[t, x.column] = x.value
+        set_cell_f64(scalars, t, SCALAR_COLUMNS, x.column, x.value)
 
 
-@njit(nogil=True, error_model="numpy")
-def begin(address, geometry, hyper, scalars, gscale, live):
-    for t in range(address.shape[0]):
-        count_step(address[t, STEP], live)
-        scalars[t, GSCALE] = gscale
+def begin(job):
+    read_tensors_job()
+    for t in range(tensors):
+        count_step(cell_i64(address, t, ADDRESS_COLUMNS, STEP), live)
         compute_scalars()
 
 
-@njit(nogil=True, error_model="numpy")
-def combine(address, geometry, hyper, scalars, sums, live):
-    for t in range(address.shape[0]):
+def combine(job):
+    read_tensors_job()
+    for t in range(tensors):
         compute_scalars()
 
 
-@njit(nogil=True, error_model="numpy")
-def keep(address, scalars):
+def keep(job):
     """What lasts of what the scalar functions gave."""
-    for t in range(address.shape[0]):
+    read_tensors_job()
+    for t in range(tensors):
         for x in KEPT:
-            write_f64(address[t, x.column], scalars[t, x.of])
-
-
-@njit(nogil=True, error_model="numpy")
-def add_up(chunks, partial, sums):
-    for c in range(chunks.shape[0]):
-        for k in range(sums.shape[1]):
-            sums[chunks[c, 0], k] += partial[c, k]
+            to = cell_i64(address, t, ADDRESS_COLUMNS, x.column)
+            write_f64(to, cell_f64(scalars, t, SCALAR_COLUMNS, x.of))

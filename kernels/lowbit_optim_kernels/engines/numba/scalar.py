@@ -3,93 +3,104 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
-import numpy as np
-from numba import njit
+from llvmlite import ir
+from numba import types
+from numba.extending import intrinsic
 
 from ...rules import HISTORY
-from .memory import read_f32, read_i64, take, write_f32
+from .inner import inner
+from .memory import read_f32, stack, take, write_f32
+from .vector import call, f32, f64
 
 __all__ = [
-    "abs", "count_step", "exp", "log", "maximum", "minimum", "njit", "power", "read_step",
+    "abs", "count_step", "exp", "inner", "log", "maximum", "minimum", "power", "read_step",
     "recorded", "sign", "single", "sqrt", "where",
 ]  # fmt: skip
 
-_inner = njit(nogil=True, error_model="numpy")
+
+_SEEN = 4 * HISTORY  # bytes
 
 
-@_inner
-def where(condition, a, b):
-    return a if condition else b
+def _larger(b: ir.IRBuilder, x: ir.Value, y: ir.Value) -> ir.Value:
+    return b.select(b.fcmp_ordered(">", x, y), x, y)
 
 
-@_inner
-def abs(x):
-    return math.fabs(x)
+def _smaller(b: ir.IRBuilder, x: ir.Value, y: ir.Value) -> ir.Value:
+    return b.select(b.fcmp_ordered("<", x, y), x, y)
 
 
-@_inner
-def sign(x):
-    return 1.0 if x > 0.0 else -1.0 if x < 0.0 else 0.0
+def _sign(b: ir.IRBuilder, x: ir.Value) -> ir.Value:
+    zero, one, minus = (ir.Constant(f64, value) for value in (0.0, 1.0, -1.0))
+    negative = b.select(b.fcmp_ordered("<", x, zero), minus, zero)
+    return b.select(b.fcmp_ordered(">", x, zero), one, negative)
 
 
-@_inner
-def maximum(a, b):
-    return a if a > b else b
+def _library(name: str) -> Callable:
+    return lambda b, *numbers: call(b, f"llvm.{name}.f64", f64, *numbers)
 
 
-@_inner
-def minimum(a, b):
-    return a if a < b else b
+def _of_one(emit: Callable) -> Callable:
+    @intrinsic
+    def function(typing, x):
+        return types.float64(types.float64), lambda c, b, s, a: emit(b, *a)
+
+    return function
 
 
-@_inner
-def sqrt(x):
-    return math.sqrt(x)
+def _of_two(emit: Callable) -> Callable:
+    @intrinsic
+    def function(typing, x, y):
+        return types.float64(types.float64, types.float64), lambda c, b, s, a: emit(b, *a)
+
+    return function
 
 
-@_inner
-def log(x):
-    return math.log(x)
+abs, sqrt, log, exp = (_of_one(_library(name)) for name in ("fabs", "sqrt", "log", "exp"))
+sign, single = _of_one(_sign), _of_one(lambda b, x: b.fpext(b.fptrunc(x, f32), f64))
+maximum, minimum, power = _of_two(_larger), _of_two(_smaller), _of_two(_library("pow"))
 
 
-@_inner
-def exp(x):
-    return math.exp(x)
+@intrinsic
+def where(typing, condition, x, y):
+    """The number x where the condition is true, else y."""
+    number = types.float64
+    return number(types.boolean, number, number), lambda c, b, s, a: b.select(*a)
 
 
-@_inner
-def power(x, y):
-    return x**y
+@intrinsic
+def read_step(typing, address):
+    """The number of the step at an address, an int64, as a number."""
+
+    def emit(context, b, signature_, args):
+        at = b.inttoptr(args[0], ir.IntType(64).as_pointer())
+        return b.sitofp(b.load(at), f64)
+
+    return types.float64(types.int64), emit
 
 
-@_inner
-def read_step(address):
-    return float(read_i64(address))
-
-
-@_inner
+@inner
 def count_step(address, live):
     if live:
         take(address)
 
 
-@_inner
-def single(x):
-    return float(np.float32(x))
-
-
-@_inner
+@inner
 def recorded(history, step, x, rank, live):
     """See `rules.Lasting`; the history is an address."""
     if not (live and math.isfinite(x)):
         return math.inf
     place = int(step) % HISTORY
     fresh = read_f32(history) < 0.0
-    seen = np.empty(HISTORY, np.float32)
+    seen = stack(_SEEN)  # in order of size
     for k in range(HISTORY):
         if fresh or k == place:
-            write_f32(history + 4 * k, np.float32(x))
-        seen[k] = read_f32(history + 4 * k)
-    seen.sort()
-    return float(seen[int(rank)])
+            write_f32(history + 4 * k, single(x))
+        number = read_f32(history + 4 * k)
+        i = k
+        while i > 0 and read_f32(seen + 4 * (i - 1)) > number:
+            write_f32(seen + 4 * i, read_f32(seen + 4 * (i - 1)))
+            i -= 1
+        write_f32(seen + 4 * i, number)
+    return float(read_f32(seen + 4 * int(rank)))

@@ -60,7 +60,7 @@ GEOMETRY = 7  # columns of `geometry`
 
 PASSES = f"{__package__}.passes"
 WEIGHTS = "lowbit_optim_kernels.weights.numba"
-INNER = '@njit(nogil=True, error_model="numpy")'
+INNER = "@inner"
 
 
 def code_of(format: Format) -> ModuleType | None:
@@ -87,6 +87,14 @@ def column_of(rule: Rule, name: str) -> int:
     return GSCALE if name == "gscale" else SCALARS + rule.scalars().index(name)
 
 
+def _tables(rule: Rule) -> dict[str, Any]:
+    """What the templates ask about the tables of a rule's tensors."""
+    return {
+        "ADDRESS_COLUMNS": address_columns(rule), "GEOMETRY": GEOMETRY,
+        "SCALAR_COLUMNS": SCALARS + len(rule.scalars()), "GSCALE": GSCALE, "STEP": STEP,
+    }  # fmt: skip
+
+
 def scalar_module(rule: Rule) -> str:
     """Text of the module with the rule's per-tensor arithmetic: `begin`, `combine_0`, ..."""
     writer = _writer()
@@ -111,24 +119,18 @@ def scalar_module(rule: Rule) -> str:
         reading = tuple(read(x, sums) for x in reads(fn))
         giving = tuple(Item(key=x, column=column_of(rule, x)) for x in fn.gives)
         given.update(fn.gives)
-        bound.update(STEP=STEP, GSCALE=GSCALE)
-        writer.add(name, CALL=_call(fn), READS=reading, GIVES=giving, **bound)
+        tables = _tables(rule)
+        tables.update(CALL=_call(fn), READS=reading, GIVES=giving, SUMS=len(sums))
+        writer.add(name, **tables, **bound)
 
     add("begin", rule.prepare)
     for k, phase in enumerate(rule.phases):
         add("combine", phase.combine, phase.sums, combine=Variable(f"combine_{k}"))
     kept = tuple(Item(key=x, of=column_of(rule, x), **lasting[x]) for x in rule.kept())
     if kept:
-        writer.add("keep", KEPT=kept)
+        writer.add("keep", KEPT=kept, **_tables(rule))
     head = "from lowbit_optim_kernels.engines.numba.scalar import *"
     return writer.text(f"{head}\n\n\n{functions_source(scalar_functions(rule), INNER)}")
-
-
-def shared_module() -> str:
-    """Text of the module with what no rule enters."""
-    writer = _writer()
-    writer.add("add_up")
-    return writer.text()
 
 
 class _Fused(ast.NodeTransformer):
@@ -259,25 +261,14 @@ class _Passes:
                 self.coded = unit
 
     def add(self, name: str, phase: Phase | None) -> None:
-        """A pass with its block function and its share; the update for no phase."""
+        """A pass, as a share; the update for no phase."""
         chain = self.rule.direction if phase is None else phase.terms
         sums = () if phase is None else phase.sums
         terms = tuple(Item(key=x, row=k) for k, x in enumerate(sums))
-        bound = self._bound(chain, terms)
-        block = Variable(f"{name}_block")
-        bound.update(TERMS=terms, FINITE=phase is None or phase.finite, block_function=block)
-        bound["PARTIAL"] = (Variable("partial"),) if terms else ()
-        if phase is None:
-            self.writer.add("update_block", **bound)
-        else:
-            self.writer.add("reduce_block", reduce_block=block, **bound)
-        self.writer.add("run_chunks", run_chunks=Variable(name), **bound)
-        tables = ("address", "geometry", "chunks", "hyper", "scalars", *bound["PARTIAL"])
         self.writer.add(
-            "run_chunks_share", run_chunks_share=Variable(f"{name}_share"), TERMS=terms,
-            piece_function=Variable(name), PIECE_ARGUMENTS=tuple(map(Variable, tables)),
-            ADDRESS_COLUMNS=address_columns(self.rule),
-            SCALAR_COLUMNS=SCALARS + len(self.rule.scalars()), GEOMETRY=GEOMETRY,
+            "chunks_share", chunks_share=Variable(f"{name}_share"), TERMS=terms,
+            FINITE=phase is None or phase.finite, PIECE_ARGUMENTS=(),
+            **_tables(self.rule), **self._bound(chain, terms),
         )  # fmt: skip
 
     def _bound(self, chain: Chain, terms: tuple[Item, ...]) -> dict[str, Any]:
@@ -302,8 +293,6 @@ class _Passes:
         read = [x for x in tensors if x.read] + per_element
         operands = tuple(Item(**{**vars(x), "row": k}) for k, x in enumerate(read))
         spare = self.block * max([4, *(x.width for x in self.parts)])  # a scratch operand's bytes
-        arguments = variables("at", (*operands, *per_block))
-        scalars = self._scalars(chain, updates)
         moments = tuple(
             Item(key=m.key, signed=m.signed, row=k, role=m.role, partner=Item(key=str(m.partner)),
                  stream=m.stream if updates else 0)
@@ -311,28 +300,21 @@ class _Passes:
         )  # fmt: skip
         dithered = tuple(m for m in moments if m.stream)
         weights_dithered = updates and self.weights.dithered
-        numbers = ["step"] if dithered or weights_dithered else []
-        numbers += ["number"] if dithered else []
-        numbers += ["weight_key", "weight_place"] if weights_dithered else []
         return {
             "P": tensors[0], "G": tensors[1], "RESIDUAL": tensors[2], "U": Item(key="u"),
             "SHRINK": Item(key="shrink"), "RATE": Item(key="rate"),
             "MOMENTS": moments, "DITHERED": dithered,
             "WEIGHTS": self.weights, "WEIGHTS_DITHERED": weights_dithered,
-            "WEIGHT": WEIGHT, "WEIGHT_BLOCK": WEIGHT_BLOCK, "STEP": STEP, "BITS": self.bits,
+            "WEIGHT": WEIGHT, "WEIGHT_BLOCK": WEIGHT_BLOCK, "BITS": self.bits,
             "SIGNED": tuple(m.signed for m in coded),
             "EXACT": self.exact if reads_state else (),
             "ELEMENT_PARTS": tuple(x for x in per_element if x not in self.exact),
             "BLOCK_PARTS": per_block,
             "OPERANDS": operands,
             "CALLS": tuple(map(_call, chain)),
-            "SCALARS": scalars,
-            "ARGUMENTS": (
-                *arguments, *map(Variable, ("n", "scratch", "gscale", *numbers)),
-                *variables("key", dithered), *(s.value for s in scalars)
-            ),
+            "SCALARS": self._scalars(chain, updates),
             "SUMMED": -(-SUMMED // self.block) * self.block,  # in whole blocks
-            "GSCALE": GSCALE, "BLOCK": self.block, "GRAIN": math.gcd(GRAIN, self.block),
+            "BLOCK": self.block, "GRAIN": math.gcd(GRAIN, self.block),
             # Bytes of scratch for a moment: a block's numbers, and those of the one before.
             "ROW": 8 * self.block,
             "SCRATCH": 8 * self.block * max(1, len(self.rule.moments)),

@@ -32,13 +32,12 @@ import threading
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import numpy as np
 import torch
 
-from . import cache as numba_cache
+from .cache import CFunction
 
 PIECES = 32  # of each thread: at the end of a pass a core waits for a piece of another one
 
@@ -152,18 +151,17 @@ def _openmp() -> tuple[Any, int] | None:
     return parallel, ctypes.cast(number, ctypes.c_void_p).value or 0
 
 
-@cache
-def compiled_share(module: ModuleType, name: str) -> Any:
-    """The C function of a generated module's share; compiled, or loaded, at the first call."""
-    function = getattr(module, name)
-    return numba_cache.kept_cfunc("void(int64)", function, error_model="numpy")
+def call(function: CFunction, words: list[int]) -> None:
+    """Call a C function with the address of int64 words."""
+    job = np.array(words, dtype=np.int64)
+    function.ctypes(job.ctypes.data)
 
 
-def run(share: Any, count: int, threads: int, work: list[int]) -> None:
+def run(share: CFunction, count: int, threads: int, work: list[int]) -> None:
     """Run all of a job.
 
     Args:
-        share: a `compiled_share`.
+        share: a share's `cache.c_function`.
         count: how many items it has.
         threads: how many threads to use at most.
         work: the job's words on what it works on.

@@ -255,14 +255,21 @@ def splat(typing, x):
     return F(types.float32), lambda c, b, s, a: spread(b, a[0])
 
 
+def _is_finite(b: ir.IRBuilder, x: ir.Value) -> ir.Value:
+    return b.fcmp_ordered("<", fabs(b, x), fill(f32, float("inf")))
+
+
 @intrinsic
 def finite(typing, x):
     """Mask of lanes that are neither NaN nor infinite."""
 
-    def emit(context, b, signature_, args):
-        return b.fcmp_ordered("<", fabs(b, args[0]), fill(f32, float("inf")))
+    return M(F), lambda c, b, s, a: _is_finite(b, a[0])
 
-    return M(F), emit
+
+@intrinsic
+def only_finite(typing, x):
+    """x, or 0 in lanes that are NaN or infinite."""
+    return F(F), lambda c, b, s, a: b.select(_is_finite(b, a[0]), a[0], fill(f32, 0.0))
 
 
 def _fold(b: ir.IRBuilder, x: ir.Value, join: Callable) -> ir.Value:

@@ -24,10 +24,11 @@ from collections.abc import Callable
 
 import numpy as np
 from llvmlite import ir
-from numba import njit, types
+from numba import types
 from numba.extending import intrinsic
 
 from ...engines.numba.dither import fractions, next_bits
+from ...engines.numba.inner import inner
 from ...engines.numba.memory import load_f32, store_f32
 from ...engines.numba.vector import HAS_AVX512 as HAS_AVX512
 from ...engines.numba.vector import f32, i32
@@ -65,7 +66,7 @@ def _power_of_two_near(typing, a):
     return types.float32(types.float32), emit
 
 
-@njit(nogil=True, error_model="numpy", inline="never")
+@inner
 def inverse_of(x, absmax, n):
     """1 / absmax, to encode n numbers at x; rescales them in place if far from 1."""
     if absmax > LEAST and absmax < MOST:
@@ -78,15 +79,8 @@ def inverse_of(x, absmax, n):
     return _ONE / (absmax * s)
 
 
-def _block_functions(
-    kind: str,
-    decode_64: Callable,
-    exact_64: Callable,
-    place: Callable,
-    put_64: Callable,
-    dithered: Callable,
-    put_dithered_64: Callable,
-) -> tuple:
+def _decoder(decode_64: Callable) -> Callable:
+    @inner
     def decode(codes, out, n):
         """n codes, a multiple of 64, to numbers at out."""
         for i in range(0, n, 64):
@@ -96,15 +90,11 @@ def _block_functions(
             store_f32(out + 4 * i + 128, c)
             store_f32(out + 4 * i + 192, d)
 
-    def exact(codes, out, n):
-        """The same to codebook values."""
-        for i in range(0, n, 64):
-            a, b, c, d = exact_64(codes + i)
-            store_f32(out + 4 * i, a)
-            store_f32(out + 4 * i + 64, b)
-            store_f32(out + 4 * i + 128, c)
-            store_f32(out + 4 * i + 192, d)
+    return decode
 
+
+def _encoders(place: Callable, put: Callable, dither: Callable, put_dithered: Callable) -> tuple:
+    @inner
     def encode(x, inverse, codes, n):
         """n fp32 numbers at x, a multiple of 64, to codes; see `inverse_of`."""
         for i in range(0, n, 64):
@@ -112,33 +102,26 @@ def _block_functions(
             b = place(load_f32(x + 4 * i + 64), inverse)
             c = place(load_f32(x + 4 * i + 128), inverse)
             d = place(load_f32(x + 4 * i + 192), inverse)
-            put_64(a, b, c, d, codes + i)
+            put(a, b, c, d, codes + i)
 
+    @inner
     def encode_dithered(x, inverse, codes, n, bits):
         """The same by dither; `bits` are those of the first lanes."""
         for i in range(0, n, 64):
-            a = dithered(load_f32(x + 4 * i), inverse, fractions(bits))
+            a = dither(load_f32(x + 4 * i), inverse, fractions(bits))
             bits = next_bits(bits)
-            b = dithered(load_f32(x + 4 * i + 64), inverse, fractions(bits))
+            b = dither(load_f32(x + 4 * i + 64), inverse, fractions(bits))
             bits = next_bits(bits)
-            c = dithered(load_f32(x + 4 * i + 128), inverse, fractions(bits))
+            c = dither(load_f32(x + 4 * i + 128), inverse, fractions(bits))
             bits = next_bits(bits)
-            d = dithered(load_f32(x + 4 * i + 192), inverse, fractions(bits))
+            d = dither(load_f32(x + 4 * i + 192), inverse, fractions(bits))
             bits = next_bits(bits)
-            put_dithered_64(a, b, c, d, codes + i)
+            put_dithered(a, b, c, d, codes + i)
 
-    # Numba names machine code by the function's name and a counter of the process that compiled it.
-    # Code loaded from the disk cache has the counters of several processes, so that two functions
-    # of one name can meet: the signed one would run for the unsigned.
-    for function in (decode, exact, encode, encode_dithered):
-        function.__name__ = function.__qualname__ = f"{function.__name__}_{kind}"
-    compiled = njit(nogil=True, error_model="numpy")
-    return tuple(compiled(x) for x in (decode, exact, encode, encode_dithered))
+    return encode, encode_dithered
 
 
-decode_s, exact_s, encode_s, encode_dithered_s = _block_functions(
-    "signed", decode_s_64, exact_s_64, *SIGNED
-)
-decode_u, exact_u, encode_u, encode_dithered_u = _block_functions(
-    "unsigned", decode_u_64, exact_u_64, *UNSIGNED
-)
+decode_s, decode_u = _decoder(decode_s_64), _decoder(decode_u_64)
+exact_s, exact_u = _decoder(exact_s_64), _decoder(exact_u_64)
+encode_s, encode_dithered_s = _encoders(*SIGNED)
+encode_u, encode_dithered_u = _encoders(*UNSIGNED)

@@ -8,11 +8,11 @@ many instructions wait for a division that those after the next one must be work
 
 from __future__ import annotations
 
-from numba import njit
 from numpy import float32 as f32
 
 from ...engines.numba.dither import block_bits, first_bits, fractions, next_bits
 from ...engines.numba.element import INFINITY, only_finite
+from ...engines.numba.inner import inner
 from ...engines.numba.memory import enter, leave, load_f32, read_f32, stack, store_f32, write_f32
 from ...engines.numba.vector import absolute as abs
 from ...engines.numba.vector import (
@@ -81,7 +81,7 @@ def new_scales():
             bits[m] = first_bits(block_bits(key[m], step, number + start // BLOCK))
 
 
-@njit(nogil=True, error_model="numpy", inline="never")
+@inner
 def mend(row, n, *largest):
     """What a block with unusual numbers needs: zeroes for what is not finite, other scales."""
     if not all(largest[m] < INFINITY for m in MOMENTS):
@@ -102,15 +102,14 @@ def mend(row, n, *largest):
     return (*largest[MOMENTS], *inverse[MOMENTS])
 
 
-@njit(nogil=True, error_model="numpy", inline="always")
-def update_block(*ARGUMENTS):
+def update_blocks():
     for m in MOMENTS:
         inverse[m] = f32(0.0)
         if m.stream:
             bits[m] = splat(f32(0.0))
     row = start = stop = 0
     for start in range(0, n, BLOCK):
-        stop = min(n, start + BLOCK)
+        stop = start + BLOCK if start + BLOCK < n else n
         read_block()
         past = scratch + 4 * (~start & BLOCK) - 4 * (start - BLOCK)
         for m in MOMENTS:
@@ -166,7 +165,7 @@ def block_of_tensor():
     n = (size + 63) // 64 * 64
 
 
-@njit(nogil=True, error_model="numpy")
+@inner
 def encode_tensor(lo, hi, row, x_at, codes_at, absmax_at):
     """Blocks lo..hi of a whole tensor, whose scales are stored as they are."""
     scratch, spare = stack(4 * BLOCK), stack(8 * BLOCK)
@@ -188,7 +187,7 @@ def encode_tensor(lo, hi, row, x_at, codes_at, absmax_at):
         leave(codes_at + first, codes, size, 1)
 
 
-@njit(nogil=True, error_model="numpy")
+@inner
 def decode_tensor(lo, hi, row, x_at, codes_at, absmax_at):
     spare = stack(8 * BLOCK)
     per_row = (row + (BLOCK - 1)) // BLOCK

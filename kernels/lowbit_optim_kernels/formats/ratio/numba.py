@@ -11,10 +11,11 @@ from collections.abc import Callable
 
 import numpy as np
 from llvmlite import ir
-from numba import njit, types
+from numba import types
 from numba.extending import intrinsic
 from numpy import float32 as f32
 
+from ...engines.numba.inner import inner
 from ...engines.numba.vector import (
     DOWNWARD,
     HAS_AVX512,
@@ -204,23 +205,23 @@ def _root(typing, x):
 # Scales of blocks, and what numbers are multiplied by to be coded.
 
 
-@njit(nogil=True, error_model="numpy")
+@inner
 def square_scale(largest, levels):
     return largest / (levels * levels)
 
 
-@njit(nogil=True, error_model="numpy")
+@inner
 def ratio_scale(largest, levels):
     scale = _nearest_bf16(largest / levels)
     return scale if scale >= _LEAST and scale < _INFINITY else _NONE
 
 
-@njit(nogil=True, error_model="numpy")
+@inner
 def soft_scale(largest):
     return min(_nearest_bf16(largest), _LARGEST)
 
 
-@njit(nogil=True, error_model="numpy")
+@inner
 def inverse_of_scale(scale):
     return _ONE / scale if scale > _NONE else _NONE
 
@@ -228,22 +229,22 @@ def inverse_of_scale(scale):
 # Numbers of codes. (`rounded`: a product that does not enter a sum before it is rounded.)
 
 
-@njit(nogil=True, error_model="numpy")
+@inner
 def root_of(code, scale):
     return rounded(rounded(code, code), splat(scale))
 
 
-@njit(nogil=True, error_model="numpy")
+@inner
 def of_ratio(code, scale, root):
     return rounded(rounded(code, splat(scale)), root)
 
 
-@njit(nogil=True, error_model="numpy")
+@inner
 def of_soft(code, scale):
     return rounded(code, splat(scale)) / (SOFT_SUM - magnitude(code))
 
 
-@njit(nogil=True, error_model="numpy")
+@inner
 def ratio_to(x, root):
     return where(root > _NONE, x / root, splat(_NONE))
 
@@ -251,26 +252,26 @@ def ratio_to(x, root):
 # Codes of numbers: `random` is what is added before the fraction is cut off.
 
 
-@njit(nogil=True, error_model="numpy")
+@inner
 def square_code(root, inverse, random, levels):
     y = _root(rounded(root, splat(inverse))) + random
     y = maximum(minimum(y, levels + f32(0.5)), splat(_ONE))
     return _cut(where(root > _NONE, y, splat(_NONE)))
 
 
-@njit(nogil=True, error_model="numpy")
+@inner
 def ratio_code(ratio, inverse, zero):
     """To the nearest; no ratio is as large as a bf16 scale that is too small could be."""
     return rounded(ratio, splat(inverse)) + (zero + INTEGER)
 
 
-@njit(nogil=True, error_model="numpy")
+@inner
 def dithered_ratio_code(ratio, inverse, zero, random, levels):
     y = rounded(ratio, splat(inverse)) + random
     return _below(maximum(minimum(y, levels), -splat(levels)), splat(zero))
 
 
-@njit(nogil=True, error_model="numpy")
+@inner
 def _soft(x, scale):
     """254 |x| / (scale + |x|), and 0 throughout a block without a scale."""
     a, zero = magnitude(x), not scale > _NONE
@@ -278,13 +279,13 @@ def _soft(x, scale):
     return share / (splat(_ONE if zero else scale) + a)
 
 
-@njit(nogil=True, error_model="numpy")
+@inner
 def soft_code(x, scale):
     y = minimum(_soft(x, scale), splat(SOFT_LEVELS))
     return _with_sign(y, x) + (ZERO_8 + INTEGER)
 
 
-@njit(nogil=True, error_model="numpy")
+@inner
 def dithered_soft_code(x, scale, random):
     y = minimum(_soft(x, scale) + random, splat(SOFT_LEVELS))
     return _below(_with_sign(_whole(y), x), splat(ZERO_8))

@@ -7,7 +7,6 @@ seen in the largest ones, and put right in a block that has some.
 
 from __future__ import annotations
 
-from numba import njit
 from numpy import float32 as f32
 
 from ...engines.numba.dither import block_bits, first_bits, fractions, next_bits
@@ -181,8 +180,7 @@ def store_codes():
             put_codes(past_at[x], *(new_code[m, quarter] for quarter in (0, 1, 2, 3)))
 
 
-@njit(nogil=True, error_model="numpy", inline="always")
-def update_block(*ARGUMENTS):
+def update_blocks():
     for x in ELEMENT_PARTS:
         past_at[x] = scratch  # before the first block there is none
     for m in MOMENTS:
