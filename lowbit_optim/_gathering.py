@@ -7,6 +7,7 @@ shards end within a block.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -27,55 +28,116 @@ def _rows(rows: int, sizes: Sequence[int]) -> list[int]:
     return dealt
 
 
-def whole(params: Sequence[Any], shards: Sequence[Tensor]) -> list[Tensor]:
-    """Whole copies of tensors that are dealt out by rows, as parameters are.
+@dataclass(frozen=True)
+class _Gathering:
+    """Tensors of one dtype and device that are dealt out alike, gathered in one collective call.
 
-    Collective: every rank calls it for the same parameters, in the same order.
-
-    Args:
-        params: DTensors.
-        shards: this rank's part of a tensor of each one's shape; on any device.
-
-    Returns:
-        The tensors, each on its shard's device.
+    Attributes:
+        index: where the tensors are in the caller's list.
+        shapes: of the whole tensors.
+        mesh, dims: the device mesh, and its dimensions over which rows are dealt out.
+        lengths: by rank the elements of each of its shards; each rank sends as much as the fullest
+            has, so the last number is that of its padding.
     """
-    alike: dict[tuple[Any, ...], list[int]] = {}
-    for i, (p, shard) in enumerate(zip(params, shards, strict=True)):
-        kind = (p.device_mesh, p.placements, shard.dtype, shard.device)
-        alike.setdefault(kind, []).append(i)
-    found: dict[int, Tensor] = {}
-    for (mesh, placements, _, _), index in alike.items():
-        dims = [i for i, placement in enumerate(placements) if placement.is_shard()]
-        shapes, own = [params[i].shape for i in index], [shards[i] for i in index]
-        found.update(zip(index, _gathered(mesh, dims, shapes, own), strict=True))
-    return [found[i] for i in range(len(params))]
+
+    index: list[int]
+    shapes: list[torch.Size]
+    mesh: Any
+    dims: list[int]
+    lengths: list[list[int]]
+
+    @staticmethod
+    def of(index: list[int], params: Sequence[Any]) -> _Gathering:
+        """That of tensors which are dealt out as these parameters are."""
+        mesh, shapes = params[0].device_mesh, [p.shape for p in params]
+        dims = [i for i, placement in enumerate(params[0].placements) if placement.is_shard()]
+        sizes = [mesh.size(i) for i in dims]
+        by_tensor = [
+            [rows * (shape.numel() // max(1, shape[0])) for rows in _rows(shape[0], sizes)]
+            for shape in shapes
+        ]
+        by_rank = [list(each) for each in zip(*by_tensor, strict=True)]
+        longest = max(map(sum, by_rank))
+        lengths = [[*each, longest - sum(each)] for each in by_rank]
+        return _Gathering(index, shapes, mesh, dims, lengths)
+
+    def __call__(self, shards: Sequence[Tensor]) -> list[Tensor]:
+        """The whole tensors of this rank's shards."""
+        device = shards[0].device
+        buffer = torch.cat([shard.flatten() for shard in shards])
+        padding = sum(self.lengths[0]) - buffer.numel()
+        buffer = torch.nn.functional.pad(buffer, (0, padding))
+        if device.type != self.mesh.device_type:  # whose processes may have no backend for it
+            buffer = buffer.to(self.mesh.device_type)
+        for i in reversed(self.dims):
+            received = buffer.new_empty(self.mesh.size(i) * buffer.numel())
+            dist.all_gather_into_tensor(received, buffer, group=self.mesh.get_group(i))
+            buffer = received
+        ranks = buffer.to(device).view(len(self.lengths), -1)
+        pieces = [row.split(each) for row, each in zip(ranks, self.lengths, strict=True)]
+        made = map(torch.cat, zip(*pieces, strict=True))  # the padding comes last
+        return [
+            x if len(shape) == 1 else x.view(shape)
+            for shape, x in zip(self.shapes, made, strict=False)
+        ]
 
 
-def _gathered(
-    mesh: Any, dims: Sequence[int], shapes: Sequence[torch.Size], shards: Sequence[Tensor]
-) -> list[Tensor]:
-    """Whole tensors of one dtype and device; each rank sends as much as the fullest has."""
-    sizes = [mesh.size(i) for i in dims]
-    lengths = [
-        [rows * (shape.numel() // max(1, shape[0])) for rows in _rows(shape[0], sizes)]
-        for shape in shapes
-    ]
-    by_rank = list(zip(*lengths, strict=True))
-    longest = max(map(sum, by_rank))
-    device = shards[0].device
-    buffer = torch.cat([shard.flatten() for shard in shards])
-    buffer = torch.nn.functional.pad(buffer, (0, longest - buffer.numel()))
-    if device.type != mesh.device_type:  # whose processes may have no backend for this device
-        buffer = buffer.to(mesh.device_type)
-    for i, size in zip(reversed(dims), reversed(sizes), strict=True):
-        received = buffer.new_empty(size * buffer.numel())
-        dist.all_gather_into_tensor(received, buffer, group=mesh.get_group(i))
-        buffer = received
-    ranks = buffer.to(device).view(len(by_rank), longest)
-    pieces = [
-        row.split([*own, longest - sum(own)]) for row, own in zip(ranks, by_rank, strict=True)
-    ]
-    return [
-        torch.cat(parts).view(shape)
-        for shape, *parts in zip(shapes, *pieces, strict=False)  # without the padding
-    ]
+@dataclass
+class Copies:
+    """Copies of the DTensors among some parameters that every rank steps whole.
+
+    Attributes:
+        params: the parameters.
+        index: where those that are stepped whole are among them.
+        tensors: the copies, which stay from step to step.
+        gradients: of the copies, in this step.
+    """
+
+    params: Sequence[Any]
+    index: list[int]
+    tensors: list[Tensor] = field(default_factory=list)
+    gradients: list[Tensor] = field(default_factory=list)
+    _gatherings: list[_Gathering] = field(default_factory=list)
+
+    def renew(
+        self, held: list[Tensor], gradients: list[Tensor]
+    ) -> tuple[list[Tensor], list[Tensor]]:
+        """Bring the copies up to date.
+
+        Collective: every rank calls it for the same parameters, in the same order.
+
+        Args:
+            held: of all parameters what this rank holds.
+            gradients: the same of theirs; of the dtypes and devices of the first call.
+
+        Returns:
+            Both lists, with copies where a parameter is stepped whole.
+        """
+        if not self.index:
+            return held, gradients
+        shards = [x[i] for x in (held, gradients) for i in self.index]
+        if not self._gatherings:
+            self._gatherings = self._plan(shards)
+        made: dict[int, Tensor] = {}
+        for gather in self._gatherings:
+            got = gather([shards[i] for i in gather.index])
+            made.update(zip(gather.index, got, strict=True))
+        copies, count = [made[i] for i in range(len(shards))], len(self.index)
+        self.gradients = copies[count:]
+        if self.tensors:
+            torch._foreach_copy_(self.tensors, copies[:count])
+        else:
+            self.tensors = copies[:count]
+        held, gradients = list(held), list(gradients)
+        for i, tensor, g in zip(self.index, self.tensors, self.gradients, strict=True):
+            held[i], gradients[i] = tensor, g
+        return held, gradients
+
+    def _plan(self, shards: Sequence[Tensor]) -> list[_Gathering]:
+        """Which tensors are gathered together, of the parameters and then of their gradients."""
+        wholes = [self.params[i] for i in self.index] * 2
+        alike: dict[tuple[Any, ...], list[int]] = {}
+        for i, (p, shard) in enumerate(zip(wholes, shards, strict=True)):
+            kind = (p.device_mesh, p.placements, shard.dtype, shard.device)
+            alike.setdefault(kind, []).append(i)
+        return [_Gathering.of(index, [wholes[i] for i in index]) for index in alike.values()]

@@ -19,6 +19,7 @@ from lowbit_optim_kernels.step_plan import StepPlan
 from lowbit_optim_kernels.weights import RESIDUAL_KEY
 
 from . import _checks, _gradients, _manager, _sharding, _state
+from ._gathering import Copies
 from ._loads_state import LoadsState
 from ._release import ReleasedGradients
 from ._settings import Settings, resolved, without_numpy
@@ -337,21 +338,22 @@ class LowBitOptimizer(LoadsState):
 
     def _new_plan(self, form: tuple, group: Mapping[str, Any]) -> StepPlan:
         """A step plan; states are created that do not exist yet."""
-        plan = StepPlan(form, [], [], [])
-        batches: dict[tuple[torch.device, str], list[Slot]] = {}
-        dithers = any(moment.stream for moment in plan.form[0].moments)
         found = self._gradients(group)
-        shares = {p: share for p, _, _ in found if (share := self._share(p, group)) is not None}
-        copies = _sharding.whole_copies([(shares[p], g) for p, g, _ in found if p in shares])
-        for p, shard, engine in found:
-            plan.params.append(p)
-            plan.held.append(_sharding.local(p))
-            share = shares.get(p)
-            held, g = copies.get(p, (plan.held[-1], shard))
+        params = [p for p, _, _ in found]
+        plan = StepPlan(form, params, list(map(_sharding.local, params)), [])
+        batches: dict[tuple[torch.device, str], list[Slot]] = {}
+        dithers = any(moment.stream for moment in form[0].moments)
+        shares = [self._share(p, group) for p in params]
+        wholes = [i for i, share in enumerate(shares) if share is not None and share.whole]
+        plan.copies = Copies(params, wholes)
+        copied = plan.copies.renew(plan.held, [g for _, g, _ in found])
+        each = zip(found, shares, plan.held, *copied, strict=True)
+        for (p, _, engine), share, its, held, g in each:
             work = held.resolve_neg().contiguous()
+            plan.work.append(work)
             written = work if share is None else share.written(work)
-            if written is not plan.held[-1]:
-                plan.staged.append((plan.held[-1], written))
+            if written is not its:
+                plan.staged.append((its, written))
             state = self._state_of(p, held, group, share)
             if state is not self.state.get(p):
                 plan.new_states[p] = state
@@ -364,11 +366,9 @@ class LowBitOptimizer(LoadsState):
             if dithers or slot.weights.dithered:
                 slot.tensor_key = dither.tensor_key(group["seed"], self._place(p)[0])
             batches.setdefault((work.device, engine), []).append(slot)
-        plan.gradients = [_sharding.local(p.grad) for p in plan.params]
-        plan.batches = [
-            Batch(plan.form[0], slots, *place, captured=self._captured)
-            for place, slots in batches.items()
-        ]
+        plan.gradients = [_sharding.local(p.grad) for p in params]
+        kept = self._captured
+        plan.batches = [Batch(form[0], slots, *at, captured=kept) for at, slots in batches.items()]
         return plan
 
     def _scaler(self, name: str) -> Tensor | None:

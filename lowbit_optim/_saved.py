@@ -152,11 +152,11 @@ def require_uncast(
         group: the parameter's group in the same state dict.
     """
     name = group.get("state_format") or OF_BITS.get(group.get("optim_bits", 32), "")
-    if name in FORMATS and p.numel() >= group.get("min_8bit_size", 0):
-        for unit in units(moments, FORMATS[name].of(moments)):
-            for moment in () if unit.format.exact else unit.moments:
-                if _are_codes(_sharding.local(saved.get(moment.key))):
-                    raise ValueError(f"{moment.key!r} has codes of {name!r} as numbers; {_CAST}")
+    coded = name in FORMATS and not FORMATS[name].exact
+    if coded and p.numel() >= group.get("min_8bit_size", 0):
+        for moment in moments:
+            if not moment.exact and _are_codes(_sharding.local(saved.get(moment.key))):
+                raise ValueError(f"{moment.key!r} has codes of {name!r} as numbers; {_CAST}")
     residual, bits = saved.get(RESIDUAL_KEY), group.get("master_weight_bits")
     if not isinstance(residual, Tensor) or p.dtype != torch.bfloat16 or bits not in WEIGHTS:
         return

@@ -30,8 +30,6 @@ from lowbit_optim_kernels.rules import Moment
 from lowbit_optim_kernels.rules import shared as _shared
 from lowbit_optim_kernels.weights import RESIDUAL_KEY, Weights
 
-from . import _gathering
-
 NORMS = _shared.NORMS.key
 PLAIN = {Tensor, torch.nn.Parameter}
 KINDS = ("no state", "whole tensors", "shards")  # of a saved state
@@ -250,15 +248,6 @@ class Share:
             )
 
         return {key: wrap(x, shapes[key]) if key in shapes else x for key, x in state.items()}
-
-
-def whole_copies(found: Sequence[tuple[Share, Tensor]]) -> dict[Any, tuple[Tensor, Tensor]]:
-    """By parameter copies of it and of its gradient, of which this rank has a shard; if whole."""
-    wholes = [(share.p, g) for share, g in found if share.whole]
-    params = [p for p, _ in wholes]
-    copies = _gathering.whole(params * 2, [*map(local, params), *(g for _, g in wholes)])
-    pairs = zip(copies[: len(params)], copies[len(params) :], strict=True)
-    return dict(zip(params, pairs, strict=True))
 
 
 def unwrapped(state: Mapping[str, Any]) -> dict[str, Any]:

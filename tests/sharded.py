@@ -271,6 +271,12 @@ def refused(rank, world, folder):
     with pytest.raises(RuntimeError, match=r"placements.*its gradient.*must be the same"):
         optimizer.step()
     assert torch.equal(again._local_tensor, stepped)
+    elsewhere = DTensor.from_local(torch.ones(4, 6, device="meta"), mesh, [Shard(0)])
+    elsewhere = torch.nn.Parameter(elsewhere)
+    elsewhere.grad = elsewhere.detach()
+    said = r"AdamW8bit: a .* DTensor on meta, but its mesh is of cpu devices"
+    with lowbit_optim.use_engine("torch"), pytest.raises(RuntimeError, match=said):
+        lowbit_optim.AdamW8bit([elsewhere]).step()
     p.grad = distribute_tensor(torch.ones(4, 6), mesh, [Shard(0)])
     plain = torch.nn.Parameter(torch.ones(4, 6))
     plain.grad = torch.ones(4, 6)

@@ -69,14 +69,16 @@ def test_checkpoints_are_continued_by_any_number_of_ranks(world, saved):
         assert_same(got, alone(name, 6), name in sharded.ELEMENTWISE)
 
 
-def test_fully_shard_equals_one_process(tmp_path):
-    sharded.run(2, sharded.fsdp, str(tmp_path))
+# The mean of three equal gradients is not always that gradient, as it is of two and four.
+@pytest.mark.parametrize("world", [2, pytest.param(4, marks=pytest.mark.slow)])
+def test_fully_shard_equals_one_process(world, tmp_path):
+    sharded.run(world, sharded.fsdp, str(tmp_path))
     results = torch.load(tmp_path / "fsdp.pt")
     inputs = torch.randn(8, 70, generator=torch.Generator().manual_seed(5))
     for (label, name), got in results.items():
         model = sharded.mlp()
         optimizer = sharded.build(name, model.parameters(), min_8bit_size=256)
-        if label == "mixed":  # the gradients differ: bf16 is rounded elsewhere
+        if label == "mixed":  # test_sharded_torch has its gradients, which are in bf16
             assert all(p.isfinite().all() for p in got["params"])
             assert {x.dtype for x in got["params"]} == {torch.float32}
             continue

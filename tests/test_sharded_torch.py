@@ -196,7 +196,7 @@ def zero_resumes(rank, world, folder):
 
 
 def vectors_in_bf16(rank, world, folder):
-    """Tensors that every rank steps whole are gathered by two calls, not by two for each."""
+    """Tensors that every rank steps whole are gathered together, also when a plan is used again."""
     mesh = init_device_mesh("cpu", (world,))
     shapes = [(100,), (257,), (3,), (1,), (5, 7)]
     generator = torch.Generator().manual_seed(1)
@@ -214,8 +214,11 @@ def vectors_in_bf16(rank, world, folder):
         calls.append(args)
         return gather(*args, **options)
 
-    for _ in range(3):
+    for step in range(4):
         for p, q in zip(params, plain, strict=True):
+            if step == 2:  # by somebody else
+                p.to_local().data.mul_(2)
+                q.data.mul_(2)
             q.grad = torch.randn(q.shape, generator=generator).bfloat16()
             p.grad = dealt(q.grad)
         calls.clear()
@@ -223,6 +226,8 @@ def vectors_in_bf16(rank, world, folder):
             patch.setattr(dist, "all_gather_into_tensor", counted)
             optimizer.step()
         assert len(calls) == 1
+        (plan,) = optimizer.plans.values()
+        assert plan.reused == (step > 0)
         alone.step()
     for p, q in zip(params, plain, strict=True):
         assert torch.equal(p.full_tensor(), q)

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
 from operator import attrgetter, eq, is_
-from typing import Any
+from typing import Any, Protocol
 
 from torch import Tensor
 
@@ -52,6 +52,18 @@ def _alignments(addresses: Iterable[int]) -> list[int]:
     return [address % ALIGNMENT for address in addresses]
 
 
+class Copies(Protocol):
+    """Copies of parameters that are stepped in place of what this rank holds of them."""
+
+    tensors: list[Tensor]
+    gradients: list[Tensor]
+
+    def renew(
+        self, held: list[Tensor], gradients: list[Tensor]
+    ) -> tuple[list[Tensor], list[Tensor]]:
+        """Parameters and gradients as they are stepped, from those that this rank holds."""
+
+
 @dataclass
 class StepPlan:
     """The step of some parameters of a group that share all settings.
@@ -62,7 +74,9 @@ class StepPlan:
         held, gradients: of each the plain tensor that this rank holds, and that of its gradient.
         batches: the parameters by device and engine, as the engines are given them. Each keeps the
             engine's tables, which the plan after this one takes over if they fit.
-        staged: parameters that are stepped in a contiguous copy, with the copy.
+        work: of each parameter the tensor that is stepped.
+        copies: those of them that are whole copies of shards, to be renewed in every step.
+        staged: what is held of parameters that are stepped in a copy, with its part of the copy.
         new_states: states that are to be kept once the step can no longer fail.
         reused: whether this is the last step's plan, with new gradients.
     """
@@ -72,6 +86,8 @@ class StepPlan:
     held: list[Tensor]
     gradients: list[Tensor]
     batches: list[Batch] = field(default_factory=list)
+    work: list[Tensor] = field(default_factory=list)
+    copies: Copies | None = None
     staged: list[tuple[Tensor, Tensor]] = field(default_factory=list)
     new_states: dict[Tensor, dict[str, Any]] = field(default_factory=dict)
     reused: bool = False
@@ -91,18 +107,25 @@ class StepPlan:
     def freeze(self, state: Mapping[Tensor, dict[str, Any]]) -> None:
         """Note after a step what a later one has to compare.
 
-        Nothing can be used again as it is where a parameter or a gradient is copied to be stepped.
+        Nothing can be used again as it is where a parameter or a gradient is copied to be stepped,
+        but for whole copies.
         """
+        copies = [] if self.copies is None else self.copies.tensors
         if not self.reused:
-            own = set(map(id, self.gradients))
+            renewed = [] if self.copies is None else self.copies.gradients
+            own = set(map(id, [*self.gradients, *renewed]))
             slots = (slot for batch in self.batches for slot in batch.slots)
-            self._holds = not self.staged and all(id(slot.g) in own for slot in slots)
-        gradients, self.gradients, self.staged, self.new_states = self.gradients, [], [], {}
+            self._holds = len(self.staged) == len(copies) and all(id(x.g) in own for x in slots)
+        gradients, self.gradients, self.new_states = self.gradients, [], {}
+        if self.copies is not None:
+            self.copies.gradients = []
+        if not self._holds:
+            self.staged = []
         for batch in self.batches:
             for slot in batch.slots:
                 slot.g = slot.p  # gradients would keep memory that the next backward pass needs
         if self._holds and not self.reused:
-            at = {id(p): i for i, p in enumerate(self.held)}
+            at = {id(x): i for i, x in enumerate(self.work)}
             self._order = [[at[id(slot.p)] for slot in batch.slots] for batch in self.batches]
             self._states = [state[p] for p in self.params]
             self._values = [value for one in self._states for value in one.values()]
@@ -131,7 +154,11 @@ class StepPlan:
         addresses = _addresses(gradients) if holds else []
         if not holds or _alignments(addresses) != self._alignments:
             return None
+        stepped = gradients
+        if self.copies is not None and self.copies.tensors:
+            _, stepped = self.copies.renew(held, gradients)
+            addresses = _addresses(stepped)
         for batch, order in zip(self.batches, self._order, strict=True):
-            batch.take_gradients([gradients[i] for i in order], [addresses[i] for i in order])
+            batch.take_gradients([stepped[i] for i in order], [addresses[i] for i in order])
         self.gradients, self.reused = gradients, True
         return self
