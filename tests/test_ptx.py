@@ -172,6 +172,13 @@ def test_registers_of_inline_assembly_and_vectors():
     assert run(body + STORE)[0].tolist() == [(i << 16) + 9 for i in range(THREADS)]
 
 
+def test_labels_of_inline_assembly_belong_to_its_scope():
+    add = "{{ @!%p1 bra cut; add.u32 %r4, %r4, {0}; bra done; cut: xor.b32 %r4, %r4, {0}; done: }}"
+    body = f"setp.lt.u32 %p1, %r1, 8; mov.b32 %r4, 1; {add.format(1)} {add.format(4)}"
+    found, _ = run(body + STORE)
+    assert found.tolist() == [6 if i < 8 else 4 for i in range(THREADS)]
+
+
 def test_reductions_of_a_warp_and_matrices():
     found, _ = run("redux.sync.add.s32 %r4, %r1, -1;" + STORE)
     assert found.tolist() == [sum(range(32))] * 32 + [sum(range(32, 64))] * 32

@@ -21,8 +21,8 @@ ROOT = Path(__file__).resolve().parent.parent
 # 2 to 4 of these are what look-ups without bank conflicts and requests of whole sectors take.
 # The dither of AdamW's square takes 10.8 more: z is followed from value to value, not to midpoints.
 CEILINGS = {"AdamW": 67, "SGD": 35, "Lion": 37, "LARS": 60, "LARS-cap": 63}
-# Of AdamW with state formats and bits of weights. Counted with Triton 3.7: 55.0, 59.8, 66.6, 62.3
-# and 65.3.
+# Of AdamW with state formats and bits of weights. Counted with Triton 3.7.1: 55.3, 59.1, 66.4, 63.1
+# and 66.1.
 FORMATS = {
     ("AdamW", "ratio8", "0"): 58,
     ("AdamW", "ratio8", "16"): 63,

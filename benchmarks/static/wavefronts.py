@@ -12,9 +12,11 @@ import torch
 import lowbit_optim
 from benchmarks.common import registry
 from benchmarks.static import machine_code
-from lowbit_optim_kernels.engines.triton.grid import TILE
+from lowbit_optim_kernels.engines.triton.grid import NARROWEST, TILE
+from lowbit_optim_kernels.formats.layout import BLOCK
 
-ELEMENTS = 4 * TILE  # about as many has the tensor
+ELEMENTS = 4 * TILE  # about as many has a tensor of whole tiles
+ROWS = TILE // NARROWEST  # of a tensor whose rows end in short blocks, which fill a tile then
 WARM = 20  # steps before the one that is emulated
 LANES = 32
 
@@ -52,7 +54,7 @@ def measure(
     from benchmarks.static.ptx.launch import emulated
 
     generator = torch.Generator().manual_seed(0)
-    shape = (max(1, ELEMENTS // width), width)
+    shape = (ROWS if width % BLOCK else max(1, ELEMENTS // width), width)
     p = torch.nn.Parameter((torch.randn(shape, generator=generator) * 0.02).to(dtype))
     optimizer = row.source(bits, **options)([p], 1e-3)
     size = 1e-3 * torch.exp(torch.randn(shape, generator=generator) * 0.5)

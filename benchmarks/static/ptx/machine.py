@@ -239,7 +239,8 @@ class Machine:
         name, operands = instruction.opcode[0], instruction.operands
         if name == "bra":
             function = self.executable.program.function_at(pc - 1)
-            self._join(function.labels[operands[0]], active)
+            label = instruction.scope.get(operands[0], operands[0])
+            self._join(function.labels[label], active)
         elif name == "brx":
             self._jump(instruction, pc, active)
         elif name == "call":

@@ -180,6 +180,8 @@ def _body(program: Program, function: Function, names: dict, text: str, at: int)
         at = token.end()
         statement = " ".join((statement or "").split())
         if label:
+            if len(scopes) > 1:  # of inline assembly, where other scopes may have one of that name
+                scopes[-1][label] = label = f"{label} at {len(program.instructions)}"
             function.labels[label], last = len(program.instructions), label
         elif brace == "{":
             scopes.append(scopes[-1].new_child())

@@ -40,27 +40,32 @@ def _read(p: int, residual: int, selectors: Sequence[int]) -> str:
 def _split(extra: int, dithered: bool, n: int) -> str:
     """PTX that splits n weights.
 
-    A weight that has no larger bf16 number to be rounded to, or NaN, is cut off.
+    A weight that has no larger bf16 number to be rounded to, or NaN, is cut off. Of others k is
+    P + (d >> (16 + e)), with half a unit of p if there is a residual: its upper half is p then, and
+    the residual is what is left of the lower one if its upper bit is flipped. (It branches because
+    the assembler predicates an addition behind a branch; a predicated one becomes a selection.)
     """
-    outputs = n // 2 + (extra > 0)
-    text = "{ .reg .pred q; .reg .f32 a; .reg .b32 t; "
-    text += f".reg .b32 k<{n}>, h<{n}>; "
+    outputs, half = n // 2 + (extra > 0), 0x8000 if extra else 0
+    text = "{ .reg .pred q; .reg .f32 a; .reg .b32 t, x, y; "
+    text += f".reg .b32 k<{n}>; "
     for i in range(n):
         w, d = f"${outputs + i}", f"${outputs + n + i}"
         text += f"mov.b32 a, {w}; abs.f32 a, a; setp.lt.f32 q, a, 0f{weights.ROOM:08X}; "
-        text += f"mov.b32 k{i}, {w}; "
-        if dithered:
-            text += f"selp.b32 t, {d}, 0, q; shr.u32 t, t, {16 + extra}; add.u32 k{i}, {w}, t; "
-        text += f"mov.b32 h{i}, k{i}; "
+        text += f"mov.b32 k{i}, {w}; mov.b32 t, {half}; "
+        if dithered:  # one instruction, with the addition
+            text += f"shf.l.clamp.b32 t, {d}, {half >> (16 - extra)}, {16 - extra}; "
+        text += f"@!q bra cut{i}; add.u32 k{i}, k{i}, t; "
         if extra:
-            text += f"selp.b32 t, 0x8000, 0, q; add.u32 h{i}, k{i}, t; "
+            text += f"bra done{i}; cut{i}: xor.b32 k{i}, k{i}, {half}; done{i}: "
+        else:
+            text += f"cut{i}: "
     for i in range(0, n, 2):
-        text += f"prmt.b32 ${i // 2}, h{i}, h{i + 1}, 0x7632; "
+        text += f"prmt.b32 ${i // 2}, k{i}, k{i + 1}, 0x7632; "
     if extra == 8:
-        text += ".reg .b32 x, y; prmt.b32 x, k0, k1, 0x0051; prmt.b32 y, k2, k3, 0x0051; "
-        text += f"prmt.b32 ${n // 2}, x, y, 0x5410; "
+        text += "prmt.b32 x, k0, k1, 0x0051; prmt.b32 y, k2, k3, 0x0051; "
+        text += f"prmt.b32 x, x, y, 0x5410; xor.b32 ${n // 2}, x, 0x80808080; "
     if extra == 16:
-        text += f"prmt.b32 ${n // 2}, k0, k1, 0x5410; "
+        text += f"prmt.b32 x, k0, k1, 0x5410; xor.b32 ${n // 2}, x, 0x80008000; "
     return text + "}"
 
 

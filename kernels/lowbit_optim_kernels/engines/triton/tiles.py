@@ -46,10 +46,9 @@ def place(t, piece, geometry, work, BLOCK: tl.constexpr, ROOM: tl.constexpr,
     line, first, down, column = blocks_of(t, piece, geometry, work, BLOCK, BLOCKS, NB)
     row = tl.load(geometry + t * GEOMETRY + ROW)
     base = tl.multiple_of(line * row + first.to(tl.int64) * BLOCK, ALIGN)
-    if BLOCKS == SHORT:
-        start = down * row
-    else:  # neighbours
-        start = down * row.to(tl.int32) + (column - first) * BLOCK
+    start = down * (row if BLOCKS == SHORT else row.to(tl.int32))  # of neighbours 32 bits will do
+    if BLOCKS != SHORT:
+        start += (column - first) * BLOCK
     start = tl.multiple_of(start, ALIGN)
     per_row = (row + (BLOCK - 1)) // BLOCK
     block = (line * per_row).to(tl.int32) + down * per_row.to(tl.int32) + column
