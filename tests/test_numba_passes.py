@@ -126,6 +126,19 @@ def test_a_moment_that_stays_exact_beside_a_coded_one(rule, format, exact):
             torch.testing.assert_close(x, y, rtol=1e-4, atol=5e-3)
 
 
+def test_the_first_norm_clips_nothing():
+    """It is the only one so far. Its root, in fp64 like all per-tensor numbers, is one number."""
+    results = []
+    for percentile in (5, 100):
+        p = torch.nn.Parameter(torch.randn(3000, generator=torch.Generator().manual_seed(0)))
+        p.grad = torch.randn(3000, generator=torch.Generator().manual_seed(1))
+        optimizer = lowbit_optim.AdamW8bit([p], lr=0.1, percentile_clipping=percentile)
+        with lowbit_optim.use_engine("numba"):
+            optimizer.step()
+        results.append(p.detach())
+    assert torch.equal(*results)
+
+
 def test_short_blocks_are_filled_up_with_whole_elements():
     from numba import njit
 

@@ -164,8 +164,9 @@ def show(console: Console, sections: list[dict], first: dict, busy: bool) -> Non
     for name, runs in first.items():
         cold, warm = runs["first_process"], runs["second_process"]
         console.print(
-            f"first step of {name}: {cold['first_step_s']:.2f} s with an empty kernel cache, "
-            f"{warm['first_step_s']:.2f} s in a second process",
+            f"first step of {name}: {cold['first_step_s']:.2f} s "
+            f"({cold['first_step_cpu_s']:.2f} of a processor) with an empty kernel cache, "
+            f"{warm['first_step_s']:.2f} s ({warm['first_step_cpu_s']:.2f}) in a second process",
             highlight=False,
         )
 

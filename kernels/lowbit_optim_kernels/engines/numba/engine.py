@@ -81,6 +81,15 @@ class _Bucket:
     chunks: np.ndarray  # int64 (chunks, 3): tensor, first block, blocks
     elements: int
 
+    def __post_init__(self) -> None:
+        self.table = self.chunks.ctypes.data
+
+    def add_up(self, partial: np.ndarray, sums: np.ndarray) -> None:
+        """Add terms of the chunks (chunks, terms) to those of tensors, in the chunks' order."""
+        tensors, terms = self.chunks[:, :1], sums.shape[1]
+        places = (tensors * terms + np.arange(terms)).ravel()
+        sums += np.bincount(places, partial.ravel(), sums.size).reshape(sums.shape)
+
 
 @dataclass
 class _Plan:
@@ -92,10 +101,8 @@ class _Plan:
     scalars: np.ndarray
     address: np.ndarray
 
-    def tables(self, bucket: _Bucket, hyper: np.ndarray) -> list[int]:
-        """Addresses of what a pass over a bucket works on."""
-        arrays = (self.address, self.geometry, bucket.chunks, hyper, self.scalars)
-        return [array.ctypes.data for array in arrays]
+    def __post_init__(self) -> None:
+        self.tables = [array.ctypes.data for array in (self.address, self.geometry, self.scalars)]
 
 
 def _chunks(slots: list[Slot], members: list[int]) -> np.ndarray:
@@ -170,6 +177,7 @@ class NumbaRun:
         self.plan = _plan(batch)
         values = [float(batch.hyper[name]) for name in hyper_names(batch.rule)]
         self.hyper = np.array(values, dtype=np.float64)
+        self.hyper_table = self.hyper.ctypes.data
         self.live = batch.found_inf is None or float(batch.found_inf) == 0.0
         self.threads = torch.get_num_threads()
 
@@ -186,9 +194,7 @@ class NumbaRun:
         for bucket in self.plan.buckets:
             partial = np.empty((len(bucket.chunks), terms))
             self._pass(bucket, f"reduce_{phase}", partial)
-            tensors = bucket.chunks[:, 0]
-            for k in range(terms):  # added up in the order of the chunks
-                sums[:, k] += np.bincount(tensors, partial[:, k], len(sums))
+            bucket.add_up(partial, sums)
         return torch.from_numpy(sums)
 
     def combine(self, phase: int, sums: Tensor) -> None:
@@ -207,14 +213,14 @@ class NumbaRun:
             torch._foreach_sub_([slot.step for slot in self.batch.slots], 1)
 
     def _per_tensor(self, name: str, sums: np.ndarray | None = None) -> None:
-        plan = self.plan
-        arrays = (plan.address, plan.geometry, self.hyper, plan.scalars)
-        tables = [array.ctypes.data for array in arrays]
-        words = [len(self.batch.slots), *tables, 0 if sums is None else sums.ctypes.data]
-        numba_threads.call(plan.per_tensor[name], [*words, int(self.live)])
+        address, geometry, scalars = self.plan.tables
+        words = [len(self.batch.slots), address, geometry, self.hyper_table, scalars]
+        words += [0 if sums is None else sums.ctypes.data, int(self.live)]
+        numba_threads.call(self.plan.per_tensor[name], words)
 
     def _pass(self, bucket: _Bucket, name: str, partial: np.ndarray | None = None) -> None:
-        work = self.plan.tables(bucket, self.hyper)
+        address, geometry, scalars = self.plan.tables
+        work = [address, geometry, bucket.table, self.hyper_table, scalars]
         if partial is not None:
             work.append(partial.ctypes.data)
         threads = self.threads if bucket.elements > ALONE else 1

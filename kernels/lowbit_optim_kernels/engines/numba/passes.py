@@ -13,14 +13,14 @@ tensors:
     chunks    int64   (chunks, 3)     tensor, first block, number of blocks
     partial   float64 (chunks, ...)   sums of a reduction's terms over one chunk
 
-A block function takes whole blocks, or one short one, which goes through padded scratch memory.
-MOMENTS are those that the format codes, EXACT those that are kept as they are. A format whose
-module names a template of its own (`PASSES`) replaces functions of this one.
+A pass is one function, put together as text: Numba would take a second to inline it. Its blocks
+come as runs of n elements: whole blocks, or one short one, which goes through padded scratch
+memory. MOMENTS are those that the format codes, EXACT those that are kept as they are. A format
+whose module names a template of its own (`PASSES`) replaces functions of this one.
 
 What is rounded by dither takes its random bits by numbers of blocks in the whole tensor: `number`
-is that of a block function's first block. A parameter's own blocks, of 64, may begin within one of
-the format's, so `weight_place` is 64 times the number of the one where the block function begins,
-and its lane.
+is that of a run's first block. A parameter's own blocks, of 64, may begin within one of the
+format's, so `weight_place` is 64 times the number of the one where the run begins, and its lane.
 """
 
 from __future__ import annotations
@@ -139,7 +139,7 @@ def store_moments():
 
 
 def update_blocks():
-    """The n elements, whole blocks or a short one, at the addresses `at`."""
+    """Those of a run, at the addresses `at`."""
     if MOMENTS:
         for start in range(0, n, BLOCK):
             stop = start + BLOCK if start + BLOCK < n else n
@@ -265,7 +265,7 @@ def run_pieces():
 
 
 def chunks_share(job):
-    """All of a pass in one function: what is put together from several, Numba takes longer for."""
+    """All chunks of a pass."""
     read_job()
     address = read_i64(job + 40)
     geometry = read_i64(job + 48)

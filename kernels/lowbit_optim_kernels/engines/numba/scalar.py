@@ -12,7 +12,7 @@ from numba.extending import intrinsic
 from ...rules import HISTORY
 from .inner import inner
 from .memory import read_f32, stack, take, write_f32
-from .vector import call, f32, f64
+from .vector import call, f32, f64, i64, pointer
 
 __all__ = [
     "abs", "count_step", "exp", "inner", "log", "maximum", "minimum", "power", "read_step",
@@ -73,11 +73,8 @@ def where(typing, condition, x, y):
 def read_step(typing, address):
     """The number of the step at an address, an int64, as a number."""
 
-    def emit(context, b, signature_, args):
-        at = b.inttoptr(args[0], ir.IntType(64).as_pointer())
-        return b.sitofp(b.load(at), f64)
-
-    return types.float64(types.int64), emit
+    kind = types.float64(types.int64)
+    return kind, lambda c, b, s, a: b.sitofp(b.load(pointer(b, a[0], i64)), f64)
 
 
 @inner
