@@ -64,10 +64,9 @@ from .moments import (
 )
 from .primitives import only_finite, total, widen
 from .scalars import FIRST_TILE, GEOMETRY, GSCALE, LIVE
-from .tiles import TYPES, WORK, load, number_at, operand, place, store, weight_bits
+from .tiles import SHORT, TYPES, WORK, load, number_at, operand, place, store, weight_bits
 
 NUMBER, TILE = tl.constexpr(grid.NUMBER), tl.constexpr(grid.TILE)
-QUARTERS = tl.constexpr(4)
 # Columns of `address`.
 P, G, RESIDUAL = tl.constexpr(P), tl.constexpr(G), tl.constexpr(RESIDUAL)
 
@@ -293,12 +292,12 @@ def sum_tile(
     t, address, geometry, work, floats, tables, partial, RULE: tl.constexpr, TERMS: tl.constexpr,
     FORMAT: tl.constexpr, KINDS: tl.constexpr, KIND: tl.constexpr, SCALED: tl.constexpr,
 ):  # fmt: skip
-    """Sum terms over a tile, of unaligned blocks in quarters.
+    """Sum terms over a tile, of unaligned blocks in quarters, short ones in eighths.
 
     Those are read element by element, and would take most registers of a kernel.
     """
     NB: tl.constexpr = TILE // KINDS[KIND][ROOM]
-    PIECES: tl.constexpr = min(NB, QUARTERS)
+    PIECES: tl.constexpr = min(NB, 8 if KINDS[KIND][BLOCKS] == SHORT else 4)
     if KINDS[KIND][ALIGN] == 1:
         sums = ()
         for _ in tl.static_range(TERMS[GIVES]):
