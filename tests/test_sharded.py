@@ -70,6 +70,7 @@ def test_checkpoints_are_continued_by_any_number_of_ranks(world, saved):
 
 
 # The mean of three equal gradients is not always that gradient, as it is of two and four.
+@sharded.fully_shard_averages
 @pytest.mark.parametrize("world", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_fully_shard_equals_one_process(world, tmp_path):
     sharded.run(world, sharded.fsdp, str(tmp_path))

@@ -272,10 +272,12 @@ def hybrid(rank, world, folder):
                 torch.testing.assert_close(p, other, rtol=1e-5, atol=1e-6)
 
 
+@sharded.fully_shard_averages
 def test_two_ranks(tmp_path):
     sharded.run(2, all_cases, str(tmp_path))
 
 
+@sharded.fully_shard_averages
 @pytest.mark.slow
 def test_hsdp_on_four_ranks(tmp_path):
     sharded.run(4, hybrid, str(tmp_path))
