@@ -18,6 +18,7 @@ LLAMAS = {
     "Qwen3ForCausalLM": "qwen3", "GemmaForCausalLM": "gemma", "Gemma2ForCausalLM": "gemma2",
     "Gemma3ForCausalLM": "gemma3_text", "Phi3ForCausalLM": "phi3",
 }  # fmt: skip
+EMBEDDINGS = "embed_tokens.weight", "wte.weight", "wpe.weight", "_embeddings.weight"
 GEMMAS = "gemma", "gemma2", "gemma3_text"
 BIASED = "llama", "qwen3", *GEMMAS  # which `attention_bias` gives biases
 SIZES = (
@@ -36,13 +37,13 @@ def weights_of(config: dict[str, Any], dtype: str) -> tuple[Weight, ...] | None:
         if not has_sizes(config, GPT2) or config.get("n_inner") is not None:
             return None
         shapes = _gpt2(*(config[key] for key in GPT2))
-        return _weights(shapes, dtype) if config.get("tie_word_embeddings", True) else None
+        return weights(shapes, dtype) if config.get("tie_word_embeddings", True) else None
     known = LLAMAS.get(name or "") == kind and has_sizes(config, SIZES)
     if not known or config["hidden_size"] % config["num_attention_heads"]:
         return None
     if kind in GEMMAS and not has_sizes(config, ("head_dim",)):
         return None
-    return _weights(_llama(config), dtype)
+    return weights(_llama(config), dtype)
 
 
 def architecture(config: dict[str, Any]) -> str | None:
@@ -64,9 +65,15 @@ def linear(name: str, rows: int, columns: int, biased: bool = True) -> Named:
         yield f"{name}.bias", (rows,)
 
 
-def _weights(shapes: Named, dtype: str) -> tuple[Weight, ...]:
-    embeddings = ("embed_tokens.weight", "wte.weight", "wpe.weight")
-    return tuple(Weight(name, shape, dtype, name.endswith(embeddings)) for name, shape in shapes)
+def pair(name: str, *shape: int) -> Named:
+    """A weight and a bias of its last size: of a norm, or of a layer whose weight is (in, out)."""
+    yield f"{name}.weight", shape
+    yield f"{name}.bias", shape[-1:]
+
+
+def weights(shapes: Named, dtype: str) -> tuple[Weight, ...]:
+    """The weights of these names and shapes."""
+    return tuple(Weight(name, shape, dtype, name.endswith(EMBEDDINGS)) for name, shape in shapes)
 
 
 def _llama(config: dict[str, Any]) -> Named:
@@ -119,11 +126,6 @@ def _perceptron(config: dict[str, Any], name: str) -> Named:
 
 def _gpt2(vocabulary: int, positions: int, width: int, layers: int) -> Named:
     """GPT-2 (Radford et al., 2019), its weights (in, out) and its head tied."""
-
-    def pair(name: str, *shape: int) -> Named:
-        yield f"{name}.weight", shape
-        yield f"{name}.bias", shape[-1:]
-
     yield "transformer.wte.weight", (vocabulary, width)
     yield "transformer.wpe.weight", (positions, width)
     for i in range(layers):

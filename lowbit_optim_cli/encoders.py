@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from .decoders import Named, architecture, has_sizes, linear
+from .decoders import Named, architecture, has_sizes, linear, pair, weights
 from .footprint import Weight
 
 SIZES = "hidden_size", "intermediate_size", "num_hidden_layers"
@@ -29,9 +29,7 @@ def weights_of(config: dict[str, Any], dtype: str) -> tuple[Weight, ...] | None:
         shapes = _bert(config, name == "BertForMaskedLM")
     else:
         return None
-    return tuple(
-        Weight(one, shape, dtype, one.endswith("_embeddings.weight")) for one, shape in shapes
-    )
+    return weights(shapes, dtype)
 
 
 def _whole_labels(config: dict[str, Any]) -> bool:
@@ -43,29 +41,24 @@ def _labels(config: dict[str, Any]) -> int:
     return len(config["id2label"]) if config.get("id2label") else config.get("num_labels") or 2
 
 
-def _norm(name: str, width: int) -> Named:
-    yield f"{name}.weight", (width,)
-    yield f"{name}.bias", (width,)
-
-
 def _bert(config: dict[str, Any], masked: bool) -> Named:
     """BERT (Devlin et al., arXiv:1810.04805) with one of two heads."""
     width, inner, layers, vocabulary, positions, types = (config[key] for key in BERT)
     for name, rows in (("word", vocabulary), ("position", positions), ("token_type", types)):
         yield f"bert.embeddings.{name}_embeddings.weight", (rows, width)
-    yield from _norm("bert.embeddings.LayerNorm", width)
+    yield from pair("bert.embeddings.LayerNorm", width)
     for i in range(layers):
         layer = f"bert.encoder.layer.{i}"
         for name in ("self.query", "self.key", "self.value", "output.dense"):
             yield from linear(f"{layer}.attention.{name}", width, width)
-        yield from _norm(f"{layer}.attention.output.LayerNorm", width)
+        yield from pair(f"{layer}.attention.output.LayerNorm", width)
         yield from linear(f"{layer}.intermediate.dense", inner, width)
         yield from linear(f"{layer}.output.dense", width, inner)
-        yield from _norm(f"{layer}.output.LayerNorm", width)
+        yield from pair(f"{layer}.output.LayerNorm", width)
     if masked:
         yield "cls.predictions.bias", (vocabulary,)
         yield from linear("cls.predictions.transform.dense", width, width)
-        yield from _norm("cls.predictions.transform.LayerNorm", width)
+        yield from pair("cls.predictions.transform.LayerNorm", width)
     else:
         yield from linear("bert.pooler.dense", width, width)
         yield from linear("classifier", _labels(config), width)
@@ -87,9 +80,9 @@ def _vit(config: dict[str, Any]) -> Named:
             biased = config.get("qkv_bias", True)
             yield from linear(f"{layer}.attention.{name}_proj", width, width, biased)
         yield from linear(f"{layer}.attention.o_proj", width, width)
-        yield from _norm(f"{layer}.layernorm_before", width)
-        yield from _norm(f"{layer}.layernorm_after", width)
+        yield from pair(f"{layer}.layernorm_before", width)
+        yield from pair(f"{layer}.layernorm_after", width)
         yield from linear(f"{layer}.mlp.fc1", inner, width)
         yield from linear(f"{layer}.mlp.fc2", width, inner)
-    yield from _norm("vit.layernorm", width)
+    yield from pair("vit.layernorm", width)
     yield from linear("classifier", _labels(config), width)
