@@ -38,7 +38,7 @@ def weights_of(config: dict[str, Any], dtype: str) -> tuple[Weight, ...] | None:
             return None
         shapes = _gpt2(*(config[key] for key in GPT2))
         return weights(shapes, dtype) if config.get("tie_word_embeddings", True) else None
-    known = LLAMAS.get(name or "") == kind and has_sizes(config, SIZES)
+    known = LLAMAS.get(name or "") == kind and has_sizes(config, SIZES, ("head_dim",))
     if not known or config["hidden_size"] % config["num_attention_heads"]:
         return None
     if kind in GEMMAS and not has_sizes(config, ("head_dim",)):
@@ -53,9 +53,12 @@ def architecture(config: dict[str, Any]) -> str | None:
     return name if isinstance(name, str) else None
 
 
-def has_sizes(config: dict[str, Any], keys: tuple[str, ...]) -> bool:
-    """Whether a configuration has a positive number under each of these keys."""
-    return all(type(config.get(key)) is int and config[key] > 0 for key in keys)
+def has_sizes(
+    config: dict[str, Any], keys: tuple[str, ...], optional: tuple[str, ...] = ()
+) -> bool:
+    """Whether a configuration has a positive number under each key, or nothing where optional."""
+    there = (*keys, *(key for key in optional if config.get(key) is not None))
+    return all(type(config.get(key)) is int and config[key] > 0 for key in there)
 
 
 def linear(name: str, rows: int, columns: int, biased: bool = True) -> Named:

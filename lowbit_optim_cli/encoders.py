@@ -21,7 +21,8 @@ def weights_of(config: dict[str, Any], dtype: str) -> tuple[Weight, ...] | None:
     unusual = ("quantization_config", "is_decoder", "add_cross_attention", "pruned_heads")
     if kind is None or config.get("model_type") != kind or any(map(config.get, unusual)):
         return None
-    if not has_sizes(config, BERT if kind == "bert" else VIT) or not _whole_labels(config):
+    sizes = BERT if kind == "bert" else VIT
+    if not has_sizes(config, sizes, ("num_channels", "num_labels")) or not _whole_labels(config):
         return None
     if kind == "vit":
         shapes = _vit(config)
@@ -71,7 +72,7 @@ def _vit(config: dict[str, Any]) -> Named:
     yield "vit.embeddings.position_embeddings", (1, (image // patch) ** 2 + 1, width)
     yield (
         "vit.embeddings.patch_embeddings.projection.weight",
-        (width, config.get("num_channels", 3), patch, patch),
+        (width, config.get("num_channels") or 3, patch, patch),
     )
     yield "vit.embeddings.patch_embeddings.projection.bias", (width,)
     for i in range(layers):

@@ -130,6 +130,19 @@ def test_a_transformer_has_a_formula_and_a_measure(folder):
         ({**CONFIGS["GPT-2 small"], "n_head": 7}, "building"),
         ({**CONFIGS["GPT-2 small"], "n_embd": "wide"}, "transformers cannot read"),
         ({**CONFIGS["GPT-2 small"], "activation_function": "no"}, "building"),
+        ({**CONFIGS["Llama 1B"], "head_dim": "wide"}, "transformers cannot read"),
+        ({**CONFIGS["Llama 1B"], "head_dim": -4}, "building"),
+        ({**ENCODER, **VIT, "num_channels": "three"}, "transformers cannot read"),
+        ({**ENCODER, **VIT, "num_labels": "two"}, "transformers cannot read"),
+        (
+            {
+                **ENCODER,
+                **BERT,
+                "architectures": ["BertForSequenceClassification"],
+                "id2label": ["no"],
+            },
+            "transformers cannot read",
+        ),
     ],
 )
 def test_configurations_that_no_model_has_are_refused(folder, config, said):
