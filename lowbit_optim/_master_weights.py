@@ -56,8 +56,8 @@ def load_master_weights(
             in order; each of the parameter's shape, whole or dealt out as the parameter is.
 
     Raises:
-        ValueError: for a weight that is missing, is none's or has another shape; nothing has been
-            changed then.
+        ValueError, TypeError: for a weight that is missing, is none's, has another shape or is no
+            floating tensor; nothing has been changed then.
 
     Example:
         >>> optimizer = AdamW8bit(model.bfloat16().parameters(), master_weight_bits=24)
@@ -66,6 +66,9 @@ def load_master_weights(
     members = list(_named(optimizer))
     given = _by_name(weights, [name for name, _, _ in members])
     for name, p, _ in members:
+        if not (isinstance(given[name], Tensor) and given[name].is_floating_point()):
+            kind = getattr(given[name], "dtype", type(given[name]).__name__)
+            raise TypeError(f"the weight {name!r} must be a floating tensor; got {kind}")
         if given[name].shape != p.shape:
             raise ValueError(
                 f"the weight {name!r} has shape {tuple(given[name].shape)}, its parameter "

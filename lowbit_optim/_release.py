@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from . import _checks, _sharding
@@ -118,29 +119,35 @@ class ReleasedGradients:
         self._waiting_bytes = 0
         self._taken: set[Tensor] = set()  # since the last step
         self._squares: dict[Groups, Tensor] = {}
-        params = [p for group in optimizer.param_groups for p in group["params"]]
-        hooked = [p for p in dict.fromkeys(params) if p.requires_grad]
-        taken = next((p for p in hooked if p in _released_params), None)
+        self._hooks: dict[Tensor, RemovableHandle] = {}
+        params = self._params()
+        self._hook(params)
+        if clip_previous_norm is not None and params:
+            start = torch.zeros((), dtype=torch.float32, device=_sharding.local(params[0]).device)
+            optimizer.param_groups[0].setdefault(PREVIOUS_NORM, start)
+        optimizer._released = self
+
+    def _params(self) -> list[Tensor]:
+        return [p for group in self._optimizer.param_groups for p in group["params"]]
+
+    def _hook(self, params: Iterable[Tensor]) -> None:
+        """Have those of these parameters stepped by hooks that are trained and have none yet."""
+        new = [p for p in dict.fromkeys(params) if p.requires_grad and p not in self._hooks]
+        taken = next((p for p in new if p in _released_params), None)
         if taken is not None:
             raise ValueError(
                 f"a parameter of shape {tuple(taken.shape)} is stepped in the backward pass by "
                 "another optimizer already"
             )
-        if clip_previous_norm is not None and params:
-            start = torch.zeros((), dtype=torch.float32, device=_sharding.local(params[0]).device)
-            optimizer.param_groups[0].setdefault(PREVIOUS_NORM, start)
-        self._hooks = [p.register_post_accumulate_grad_hook(self._take) for p in hooked]
-        self._hooked = hooked
-        _released_params.update(dict.fromkeys(hooked, True))
-        optimizer._released = self
+        self._hooks.update((p, p.register_post_accumulate_grad_hook(self._take)) for p in new)
+        _released_params.update(dict.fromkeys(new, True))
 
     def remove(self) -> None:
         """Take the hooks away; gradients that wait to be stepped stay for `optimizer.step()`."""
-        for hook in self._hooks:
+        for p, hook in self._hooks.items():
             hook.remove()
-        for p in self._hooked:
             _released_params.pop(p, None)
-        self._hooks, self._hooked = [], []
+        self._hooks = {}
         self._waiting, self._waiting_bytes = [], 0
         self._taken, self._squares = set(), {}
         if self._optimizer._released is self:
@@ -165,7 +172,8 @@ class ReleasedGradients:
 
     def _flush(self) -> None:
         """Step the parameters that wait, and drop their gradients."""
-        waiting = self._waiting
+        waiting = [p for p in self._waiting if p.grad is not None]  # some may be zeroed by now
+        self._waiting, self._waiting_bytes = [], 0
         if not waiting:
             return
         optimizer = self._optimizer
@@ -180,7 +188,6 @@ class ReleasedGradients:
                 optimizer._step_some(waiting)
             finally:
                 del optimizer.grad_scale
-        self._waiting, self._waiting_bytes = [], 0
         for p in waiting:
             p.grad = None
 
@@ -196,7 +203,10 @@ class ReleasedGradients:
 
     @torch.no_grad()
     def finish(self) -> None:
-        """Step what still waits; the step is over."""
+        """Step what still waits, and what had no hook yet; the step is over."""
+        params = self._params()
+        self._hook(params)
+        self._waiting = list(dict.fromkeys(self._waiting + params))  # those without gradients drop
         self._flush()
         self._taken = set()
         if self._clip is None or not self._squares:

@@ -297,4 +297,7 @@ def test_master_weights_out_and_in():
     ):
         with pytest.raises(ValueError, match=match):
             load_master_weights(numbered, bad)
+    for bad, kind in (([1.0] * 4, "float"), ([p.int() for p in before], "torch.int32")):
+        with pytest.raises(TypeError, match=f"weight 0 must be a floating tensor; got {kind}"):
+            load_master_weights(numbered, bad)
     assert all(map(torch.equal, model.parameters(), before))

@@ -130,6 +130,60 @@ def test_what_has_no_hook_is_stepped_by_step():
     late.grad = torch.ones(3)
     optimizer.step()
     assert (late != 1).all()
+    # It has one from then on.
+    before = late.detach().clone()
+    (2 * late).sum().backward()
+    assert late.grad is not None
+    release = optimizer._released
+    release._flush()
+    assert late.grad is None
+    assert not torch.equal(late, before)
+    release.remove()
+    late.sum().backward()
+    assert late.grad is not None
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+def test_what_has_no_hook_is_clipped_with_the_others(frozen):
+    """A group that is added later, or a layer that is frozen at first."""
+    want = model()
+    net = copy.deepcopy(want)
+    optimizers = []
+    for each in (want, net):
+        head = list(each[-1].parameters())
+        body = [p for layer in each[:-1] for p in layer.parameters()]
+        groups = [{"params": body}, {"params": head}]
+        unhooked = each is net
+        for p in head:
+            p.requires_grad_(not (unhooked and frozen))
+        first = groups if frozen or not unhooked else groups[:1]
+        optimizer = lowbit_optim.AdamW32bit(first, lr=0.01)
+        release_gradients(optimizer, each, clip_previous_norm=0.05)
+        if len(first) == 1:
+            optimizer.add_param_group(groups[1])
+        for p in head:
+            p.requires_grad_()
+        run_without_schedule(optimizer, each, range(3))
+        optimizers.append(optimizer)
+    norms = [float(optimizer.param_groups[0][NORM]) for optimizer in optimizers]
+    assert norms[0] == pytest.approx(norms[1], rel=1e-6)
+    for p, q in zip(net.parameters(), want.parameters(), strict=True):
+        torch.testing.assert_close(p, q, rtol=1e-5, atol=1e-7)
+
+
+def test_gradients_that_are_zeroed_are_not_stepped():
+    """A batch that is left out: its last gradients were still waiting."""
+    net = model()
+    before = [p.detach().clone() for p in net.parameters()]
+    optimizer = lowbit_optim.AdamW8bit(net.parameters())
+    release_gradients(optimizer, net, clip_previous_norm=1.0)
+    backward(net, 0)
+    optimizer.zero_grad()
+    optimizer.step()
+    assert identical([p.detach() for p in net.parameters()], before)
+    backward(net, 1)
+    optimizer.step()
+    assert not identical([p.detach() for p in net.parameters()], before)
 
 
 def clipped_by_hand(limit, steps):
