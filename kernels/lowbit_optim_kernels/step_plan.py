@@ -119,11 +119,15 @@ class StepPlan:
         gradients, self.gradients, self.new_states = self.gradients, [], {}
         if self.copies is not None:
             self.copies.gradients = []
+        # Gradients and copies would keep memory that the next backward pass needs.
         if not self._holds:
-            self.staged = []
+            self.staged, self.work = [], []
+            held = set(map(id, self.held))
+            for slot in chain.from_iterable(batch.slots for batch in self.batches):
+                slot.p = slot.p if id(slot.p) in held else slot.p.new_empty(0)
         for batch in self.batches:
             for slot in batch.slots:
-                slot.g = slot.p  # gradients would keep memory that the next backward pass needs
+                slot.g = slot.p
         if self._holds and not self.reused:
             at = {id(x): i for i, x in enumerate(self.work)}
             self._order = [[at[id(slot.p)] for slot in batch.slots] for batch in self.batches]
