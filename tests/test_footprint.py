@@ -110,7 +110,8 @@ def test_the_arithmetic_has_the_state_that_was_measured(name):
         params = list(models[network, dtype].parameters())
         estimated = estimate.state_bytes(weighed.source(), params, row["bits"])
         assert estimated in (None, row["state"]), row["optimizer"]
-        assert estimated is not None or row["optimizer"].startswith("optimi.")
+        unknown = ("optimi.", "LearnedGradient")  # whose `max_size` is not the default
+        assert estimated is not None or row["optimizer"].startswith(unknown)
 
 
 @PUBLISHED
