@@ -67,6 +67,17 @@ def _gpt2(length: int, **shape: int) -> Network:
     return Network(lambda: models.GPT2(**shape), _text(shape.get("vocabulary", 50257), length))
 
 
+def _perceptron(width: int, layers: int) -> Network:
+    """A network that is next to nothing but matrices, none of them shared."""
+
+    def make() -> nn.Module:
+        middle = (layer for _ in range(layers) for layer in (nn.Linear(width, width), nn.ReLU()))
+        ends = nn.Linear(3 * 16 * 16, width), nn.Linear(width, 10)
+        return nn.Sequential(nn.Flatten(), ends[0], nn.ReLU(), *middle, ends[1])
+
+    return Network(make, _images(10, 16))
+
+
 # Few tokens and small images, so that activations are small beside weights.
 NETWORKS: dict[str, dict[str, Network]] = {
     "gpt2": {
@@ -78,5 +89,10 @@ NETWORKS: dict[str, dict[str, Network]] = {
         "tiny": Network(lambda: models.ResNet((1, 1, 1, 1), 8, 10), _images(10, 64)),
         "small": Network(lambda: models.ResNet(width=32, classes=100), _images(100, 64)),
         "full": Network(models.ResNet, _images(1000, 64)),
+    },
+    "perceptron": {
+        "tiny": _perceptron(64, 2),
+        "small": _perceptron(512, 8),
+        "full": _perceptron(2048, 24),
     },
 }

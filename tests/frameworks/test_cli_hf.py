@@ -36,6 +36,8 @@ BERT = {
 }
 VIT = {"model_type": "vit", "architectures": ["ViTForImageClassification"], "image_size": 224,
        "patch_size": 16}  # fmt: skip
+DISTILBERT = {"model_type": "distilbert", "dim": 96, "hidden_dim": 200, "n_layers": 2, "n_heads": 4,
+              "vocab_size": 500, "max_position_embeddings": 64}  # fmt: skip
 
 
 @pytest.fixture
@@ -66,6 +68,15 @@ VARIANTS = [
     {**ENCODER, **BERT, "architectures": ["BertForMaskedLM"]},
     {**ENCODER, **BERT, "architectures": ["BertForSequenceClassification"]},
     {**ENCODER, **BERT, "architectures": ["BertForSequenceClassification"], "num_labels": 5},
+    *(
+        {**sizes, "architectures": [f"{name}For{head}"]}
+        for name, sizes in (
+            ("Roberta", {**ENCODER, **BERT, "model_type": "roberta"}), ("DistilBert", DISTILBERT),
+        )
+        for head in ("MaskedLM", "SequenceClassification")
+    ),
+    {**ENCODER, "model_type": "gpt_neox", "architectures": ["GPTNeoXForCausalLM"],
+     "vocab_size": 500},
     {**ENCODER, **VIT},
     {**ENCODER, **VIT, "qkv_bias": False, "num_channels": 1, "patch_size": 32,
      "id2label": {str(i): f"kind {i}" for i in range(10)}},
@@ -81,6 +92,19 @@ def test_shapes_that_are_written_down_are_those_of_transformers(folder, config):
     written, built = read_model(path), read_model(path, build=True)
     assert written.weights == built.weights
     assert (written.build is None) == ("n_inner" not in config)
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        {**ENCODER, **BERT, "architectures": ["BertForMaskedLM"], "is_decoder": True},
+        {**DISTILBERT, "architectures": ["DistilBertForMaskedLM"], "sinusoidal_pos_embds": True},
+        {**ENCODER, "model_type": "gpt_neox", "architectures": ["GPTNeoXForCausalLM"],
+         "vocab_size": 500, "attention_bias": False, "tie_word_embeddings": True},
+    ],
+)  # fmt: skip
+def test_unusual_configurations_are_built(folder, config):
+    assert read_model(str(folder(config))).build is not None
 
 
 @pytest.mark.parametrize("name", CONFIGS)
@@ -132,6 +156,8 @@ def test_a_transformer_has_a_formula_and_a_measure(folder):
         ({**CONFIGS["GPT-2 small"], "activation_function": "no"}, "building"),
         ({**CONFIGS["Llama 1B"], "head_dim": "wide"}, "transformers cannot read"),
         ({**CONFIGS["Llama 1B"], "head_dim": -4}, "building"),
+        ({**ENCODER, **BERT, "architectures": ["BertForMaskedLM"], "hidden_size": 98}, "building"),
+        ({**DISTILBERT, "architectures": ["DistilBertForMaskedLM"], "n_heads": 7}, "building"),
         ({**ENCODER, **VIT, "num_channels": "three"}, "transformers cannot read"),
         ({**ENCODER, **VIT, "num_labels": "two"}, "transformers cannot read"),
         (
