@@ -60,7 +60,10 @@ def test_what_a_training_keeps():
     assert released["loss"] == whole["loss"]
 
 
-@pytest.mark.parametrize(("name", "count"), [("gpt2", 124_439_808), ("resnet50", 25_557_032)])
+@pytest.mark.parametrize(
+    ("name", "count"),
+    [("gpt2", 124_439_808), ("resnet50", 25_557_032), ("perceptron", 102_307_850)],
+)
 def test_networks_have_the_parameters_of_the_published_ones(name, count):
     model = networks.NETWORKS[name]["full"].build(torch.bfloat16, torch.device("meta"))
     assert sum(p.numel() for p in model.parameters()) == count
@@ -92,7 +95,14 @@ def test_the_page_has_the_tables():
 
 
 PUBLISHED = pytest.mark.parametrize(
-    "name", ["footprint", "footprint_bf16", "footprint_resnet50", "footprint_100"]
+    "name",
+    [
+        "footprint",
+        "footprint_bf16",
+        "footprint_perceptron",
+        "footprint_resnet50",
+        "footprint_100",
+    ],
 )
 
 
