@@ -79,7 +79,7 @@ def mixed_precision(rank, world, folder):
 
 def overflow_on_one_rank(rank, world, folder):
     """A GradScaler finds it on all ranks, and none takes the step."""
-    for name in ("AdamW8bit", "LAMB8bit"):
+    for name in ("AdamW8bit", "LAMB8bit", "Cain8bit"):
         _, params, optimizer, spread = trained(world, name, 1)
         scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
         scaler.scale(torch.ones(()))
@@ -96,7 +96,7 @@ def overflow_on_one_rank(rank, world, folder):
 def flattened_state_dicts(rank, world, folder):
     """As torchtitan saves them, so that pipeline stages can be dealt out anew."""
     options = StateDictOptions(flatten_optimizer_state_dict=True)
-    for name in ("AdamW8bit", "LANS8bit", "AdamW8bit bf16"):
+    for name in ("AdamW8bit", "LANS8bit", "AdamW8bit bf16", "LearnedGradient8bit"):
         model, params, optimizer, _ = trained(world, name)
         saved = get_optimizer_state_dict(model, optimizer, options=options)
         dcp.save({"optim": saved}, checkpoint_id=f"{folder}/flat {name}")
@@ -246,7 +246,7 @@ def all_cases(rank, world, folder):
 
 def hybrid(rank, world, folder):
     """HSDP: as one process, saved, and continued on four ranks in a line."""
-    for name in ("AdamW8bit", "LANS8bit", "AdamW8bit bf16"):
+    for name in ("AdamW8bit", "LANS8bit", "AdamW8bit bf16", "Cain8bit"):
         inputs = INPUTS.to(sharded.dtype_of(name))
         square = init_device_mesh("cpu", (2, 2), mesh_dim_names=("copies", "shards"))
         model = fully_sharded(square, name)
