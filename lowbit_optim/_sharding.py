@@ -325,6 +325,10 @@ def all_reduce(batches: Sequence[Batch], sums: Sequence[Tensor]) -> None:
 
 
 def _add_up(group: Any, device: str, found: list[tuple[Tensor, list[int]]]) -> None:
+    (total, index), *others = found
+    if not others and len(index) == len(total) and total.device.type == device:
+        dist.all_reduce(total, group=group)
+        return
     parts = [
         total.flatten() if len(index) == len(total) else total[index].flatten()
         for total, index in found
