@@ -4,9 +4,8 @@ All else of the package sees plain tensors: the shard of a parameter that this r
 format of the whole one, as if it were a parameter. State that has a number an element, or a block,
 is kept as DTensors with the parameter's placements, so that checkpoints can be written and read on
 any number of ranks. Blocks restart at every row, hence a shard of rows has whole blocks. Where they
-run over a flattened tensor and a shard ends within one, every rank steps the whole tensor, with the
-whole state: then codes are those of a single process there, too. So it does for a rule that cannot
-step a tensor by its rows.
+run over a flattened tensor and a shard ends within one, or where the rule cannot go by rows, every
+rank steps the whole tensor, with the whole state: then codes are those of one process there, too.
 """
 
 from __future__ import annotations
