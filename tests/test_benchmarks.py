@@ -382,35 +382,6 @@ def test_the_cpu_page_shows_the_result_files():
         assert f"\n\n{table}\n\n" in page
 
 
-def test_sharded_times_every_pair(tmp_path):
-    result = run(
-        sharded_program, "--optimizer", "LAMB8bit", "--ranks", 1, "--rounds", 1, "--out", tmp_path,
-    )  # fmt: skip
-    assert result.exit_code == 0, result.output
-    written = json.loads((tmp_path / "sharded.json").read_text())
-    assert 0 <= written["verified"]["LAMB8bit"] <= verify.LIMIT_8
-    assert [pair["case"] for pair in written["pairs"]] == ["fp32", "bf16"]
-    for pair in written["pairs"]:
-        assert pair["ranks"] == 1
-        assert pair["ratio"]["median"] == pytest.approx(
-            pair["ms"]["median"] / pair["unsharded_ms"]["median"]
-        )
-    assert sharded_program.table(written["pairs"]) in result.output
-
-
-def test_sharded_refuses_an_unknown_case():
-    result = run(sharded_program, "--case", "fp8")
-    assert result.exit_code == 2
-    assert "unknown case 'fp8'" in result.output
-
-
-def test_the_page_on_sharded_training_shows_the_result_file():
-    root = Path(__file__).resolve().parent.parent
-    page = (root / "docs" / "guides" / "sharded.md").read_text(encoding="utf-8")
-    written = json.loads((report.RESULTS / "sharded.json").read_text(encoding="utf-8"))
-    assert f"\n\n{sharded_program.table(written['pairs'])}\n\n" in page
-
-
 def test_plan_times_building_and_reuse(tmp_path):
     """In a process of its own: it switches Triton's interpreter on."""
     pytest.importorskip("triton")
