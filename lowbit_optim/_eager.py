@@ -3,7 +3,8 @@
 A rule that multiplies a tensor by matrices or averages it along single dimensions does not fit the
 engines' passes over elements. Here it gets the whole tensor, its moments decoded, in fp32 (fp64 for
 fp64 parameters). What happens in which step is decided on the host, so `step` lives on the CPU and
-is read without waiting for the device.
+is read without waiting for the device. Of a DTensor every rank gathers the tensor and its gradient,
+one tensor at a time, steps it with the whole state and keeps its own rows.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ from lowbit_optim_kernels.weights import RESIDUAL_KEY
 
 from . import _checkpoint, _saved, _sharding
 from ._arguments import documented
+from ._gathering import Copies
 from ._optimizer import LowBitOptimizer
 from ._state import Stored, compute_dtype
 
@@ -91,6 +93,7 @@ class EagerOptimizer(LowBitOptimizer):
     """
 
     MOMENTS: ClassVar[tuple[Moment, ...]]
+    needs_whole = True
 
     def __init__(self, params: Any, defaults: dict[str, Any], args: Any = None) -> None:
         super().__init__(params, {"max_unorm": 0.0, **defaults}, args)
@@ -181,15 +184,8 @@ class EagerOptimizer(LowBitOptimizer):
         indices = range(len(self.param_groups))
         parts = [part for index in indices for _, part in self._parts(index)]
         # All that is refused is refused here, before any parameter's state has changed.
-        for part in parts:
-            for p in filter(_sharding.is_dtensor, part["params"]):
-                raise RuntimeError(
-                    f"{type(self).__name__} does not step DTensor parameters, as its rates of rows "
-                    f"and columns are of the whole tensor; got the placements {p.placements}. Use "
-                    "DistributedDataParallel, which keeps parameters whole"
-                )
         todo = [(p, g, part) for part in parts for p, g, _ in self._gradients(part)]
-        states = {p: self._state_of(p, p, part) for p, _, part in todo}
+        states = {p: self._state_of(p, p, part, self._share(p, part)) for p, _, part in todo}
         self.state.update(states)
         found_inf = getattr(self, "found_inf", None)
         # The only value ever read back, and only under a GradScaler, which for most of torch's
@@ -197,7 +193,7 @@ class EagerOptimizer(LowBitOptimizer):
         if found_inf is not None and bool(found_inf):
             return
         for p, g, part in todo:
-            self._step_parameter(p, g, part, states[p])
+            self._step_parameter(p, g, part, _sharding.unwrapped(states[p]))
 
     def _check_single_steps(self) -> None:
         raise ValueError(
@@ -208,11 +204,24 @@ class EagerOptimizer(LowBitOptimizer):
     def _step_parameter(
         self, p: Tensor, g: Tensor, group: Mapping[str, Any], state: dict[str, Any]
     ) -> None:
-        t = int(state["step"])
+        """Step a parameter, given what this rank holds of its gradient."""
         if p.numel() == 0:
             state["step"] += 1
             return
-        dtype = compute_dtype(p)
+        key = tensor_key(group["seed"], self._place(p)[0])
+        share = self._share(p, group)
+        if share is None or not share.whole:
+            self._step_tensor(_sharding.local(p), g, group, state, key)
+            return
+        (copy,), (g,) = Copies([p], [0]).renew([_sharding.local(p)], [g])
+        self._step_tensor(copy, g, group, state, key)
+        _sharding.local(p).copy_(share.written(copy))
+
+    def _step_tensor(
+        self, p: Tensor, g: Tensor, group: Mapping[str, Any], state: dict[str, Any], key: int
+    ) -> None:
+        """Step a whole tensor; `key` is that of its random bits."""
+        t, dtype = int(state["step"]), compute_dtype(p)
         lr = group["lr"]
         if isinstance(lr, Tensor):
             lr = lr.to(p.device, dtype).reshape(())
@@ -225,7 +234,6 @@ class EagerOptimizer(LowBitOptimizer):
         )  # fmt: skip
         new = self._update(work)
         state["step"] += 1
-        key = tensor_key(group["seed"], self._place(p)[0])
         random = None
         if weights.dithered:
             layout = Layout.of(p.shape, WEIGHT_BLOCK)

@@ -14,6 +14,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from lowbit_optim_kernels.plan import ALIGNMENT
+
+# By its name in this version of torch, of which newer ones warn of the older name.
+ALL_GATHER = "all_gather_single" if hasattr(dist, "all_gather_single") else "all_gather_into_tensor"
+
 
 def _rows(rows: int, sizes: Sequence[int]) -> list[int]:
     """The rows of each rank, where mesh dimensions of these sizes deal them out one by one."""
@@ -29,19 +34,45 @@ def _rows(rows: int, sizes: Sequence[int]) -> list[int]:
 
 
 @dataclass(frozen=True)
+class _Alike:
+    """Tensors of one shape, which are dealt out alike.
+
+    Attributes:
+        index: where they are in the caller's list.
+        shape: of each whole tensor.
+        lengths: by rank the elements of a shard.
+    """
+
+    index: list[int]
+    shape: torch.Size
+    lengths: list[int]
+
+    def joined(self, pieces: Sequence[Tensor]) -> Sequence[Tensor]:
+        """The whole tensors, each aligned, of every rank's shards of all of them."""
+        count, numel = len(self.index), self.shape.numel()
+        unit = max(1, ALIGNMENT // pieces[0].element_size())
+        wholes = pieces[0].new_empty(count, -(-numel // unit) * unit)[:, :numel]
+        parts = wholes.split(self.lengths, 1)
+        for part, piece, length in zip(parts, pieces, self.lengths, strict=True):
+            part.copy_(piece.view(count, length))
+        each = wholes.unbind()
+        return each if len(self.shape) == 1 else [x.view(self.shape) for x in each]
+
+
+@dataclass(frozen=True)
 class _Gathering:
     """Tensors of one dtype and device that are dealt out alike, gathered in one collective call.
 
     Attributes:
-        index: where the tensors are in the caller's list.
-        shapes: of the whole tensors.
+        alike: the tensors by their shapes.
+        index: where they are in the caller's list, in that order.
         mesh, dims: the device mesh, and its dimensions over which rows are dealt out.
-        lengths: by rank the elements of each of its shards; each rank sends as much as the fullest
-            has, so the last number is that of its padding.
+        lengths: by rank the elements of its shards of each shape; each rank sends as much as the
+            fullest has, so the last number is that of its padding.
     """
 
+    alike: list[_Alike]
     index: list[int]
-    shapes: list[torch.Size]
     mesh: Any
     dims: list[int]
     lengths: list[list[int]]
@@ -49,20 +80,24 @@ class _Gathering:
     @staticmethod
     def of(index: list[int], params: Sequence[Any]) -> _Gathering:
         """That of tensors which are dealt out as these parameters are."""
-        mesh, shapes = params[0].device_mesh, [p.shape for p in params]
+        mesh = params[0].device_mesh
         dims = [i for i, placement in enumerate(params[0].placements) if placement.is_shard()]
         sizes = [mesh.size(i) for i in dims]
-        by_tensor = [
-            [rows * (shape.numel() // max(1, shape[0])) for rows in _rows(shape[0], sizes)]
-            for shape in shapes
+        by_shape: dict[torch.Size, list[int]] = {}
+        for i, p in zip(index, params, strict=True):
+            by_shape.setdefault(p.shape, []).append(i)
+        alike = [
+            _Alike(some, shape, [rows * shape[1:].numel() for rows in _rows(shape[0], sizes)])
+            for shape, some in by_shape.items()
         ]
-        by_rank = [list(each) for each in zip(*by_tensor, strict=True)]
+        by_shape_and_rank = [[len(x.index) * each for each in x.lengths] for x in alike]
+        by_rank = [list(each) for each in zip(*by_shape_and_rank, strict=True)]
         longest = max(map(sum, by_rank))
         lengths = [[*each, longest - sum(each)] for each in by_rank]
-        return _Gathering(index, shapes, mesh, dims, lengths)
+        return _Gathering(alike, [i for x in alike for i in x.index], mesh, dims, lengths)
 
     def __call__(self, shards: Sequence[Tensor]) -> list[Tensor]:
-        """The whole tensors of this rank's shards."""
+        """The whole tensors of this rank's shards, both in the order of `index`."""
         device = shards[0].device
         buffer = torch.cat([shard.flatten() for shard in shards])
         padding = sum(self.lengths[0]) - buffer.numel()
@@ -71,15 +106,12 @@ class _Gathering:
             buffer = buffer.to(self.mesh.device_type)
         for i in reversed(self.dims):
             received = buffer.new_empty(self.mesh.size(i) * buffer.numel())
-            dist.all_gather_into_tensor(received, buffer, group=self.mesh.get_group(i))
+            getattr(dist, ALL_GATHER)(received, buffer, group=self.mesh.get_group(i))
             buffer = received
         ranks = buffer.to(device).view(len(self.lengths), -1)
         pieces = [row.split(each) for row, each in zip(ranks, self.lengths, strict=True)]
-        made = map(torch.cat, zip(*pieces, strict=True))  # the padding comes last
-        return [
-            x if len(shape) == 1 else x.view(shape)
-            for shape, x in zip(self.shapes, made, strict=False)
-        ]
+        by_shape = zip(self.alike, zip(*pieces, strict=True), strict=False)  # padding comes last
+        return [whole for alike, of_ranks in by_shape for whole in alike.joined(of_ranks)]
 
 
 @dataclass

@@ -2,10 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
 from . import _sharding
+
+
+def of(params: Sequence[Tensor]) -> list[Tensor | None]:
+    """Each parameter's gradient, without asking subclasses such as DTensor how to get at it."""
+    with torch._C.DisableTorchFunctionSubclass():
+        return [p.grad for p in params]
 
 
 def checked(p: Tensor, name: str) -> Tensor:

@@ -26,6 +26,7 @@ class KeepsState(Optimizer):
     Methods take plain tensors and, where they say so, DTensors, of which a rank keeps its shard.
     """
 
+    needs_whole: ClassVar[bool] = False  # whether the rule cannot step a tensor by its rows
     step_required: ClassVar[bool] = True  # in a checkpoint; torch.optim.SGD saves none
     SAVED_MOMENTS: ClassVar[tuple[Moment, ...]] = ()  # that are converted, if a checkpoint has them
 
@@ -151,7 +152,8 @@ class KeepsState(Optimizer):
         """What this rank steps of a DTensor; None for a plain tensor."""
         if not _sharding.is_dtensor(p):
             return None
-        return Share.of(p, self._moments(group), self._format(p, group), self._weights(p, group))
+        format, weights = self._format(p, group), self._weights(p, group)
+        return Share.of(p, self._moments(group), format, weights, self.needs_whole)
 
     def _state_of(
         self, p: Tensor, held: Tensor, group: Mapping[str, Any], share: Share | None = None

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from lowbit_optim_kernels.rules import TINY, Moment
 
-from . import _checks, _rate_matrices
+from . import _checks, _rate_matrices, _sharding
 from ._arguments import documented, settings_of
 from ._eager import EagerOptimizer, Work, dot, rms
 from ._state import compute_dtype
@@ -160,7 +160,7 @@ class LearnedGradient(EagerOptimizer):
     ) -> Tensor:
         dtype = compute_dtype(p)
         if key == "param_rms":
-            return rms(p.detach().to(dtype)) + group["eps"]
+            return rms(_sharding.whole(p.detach()).to(dtype)) + group["eps"]
         if key.startswith("lr_"):
             return torch.eye(shape[0], dtype=dtype, device=p.device)
         return super()._new_extra(key, shape, p, group)

@@ -86,7 +86,7 @@ def load_master_weights(
         optimizer.state[p] = state
         high, low = split(value, kept_as.extra, None)
         if share is not None and share.whole:
-            _, low = split(_sharding.gathered({"": given[name]})[""], kept_as.extra, None)
+            _, low = split(_sharding.whole(given[name]), kept_as.extra, None)
         as_integers(_sharding.local(state[RESIDUAL_KEY])).copy_(low)
         local.copy_(high)
 

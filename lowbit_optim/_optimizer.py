@@ -290,8 +290,8 @@ class LowBitOptimizer(LoadsState):
             all_reduce = _sharding.all_reduce if sharded else None
             dispatch.step(batches, all_reduce=all_reduce, ready=keep_states)
         written = [p for plan in plans.values() for p in plan.held]
-        for p, work in (pair for plan in plans.values() for pair in plan.staged):
-            p.copy_(work)
+        for plan in plans.values():
+            plan.write_back()
         # Compiled engines write through addresses, which autograd's version counters do not see.
         if written:
             torch.autograd.graph.increment_version(written)
@@ -322,7 +322,7 @@ class LowBitOptimizer(LoadsState):
 
     def _plan(self, group: Mapping[str, Any], last: StepPlan | None) -> StepPlan:
         """The step plan of a part of a group: the last step's if it holds, else a new one."""
-        found = [p.grad for p in group["params"]]
+        found = _gradients.of(group["params"])
         params = [p for p, g in zip(group["params"], found, strict=True) if g is not None]
         gradients = [g for g in found if g is not None]
         form = (

@@ -144,6 +144,8 @@ def require_uncast(
 
     torch.distributed.checkpoint reads into the tensors of the optimizer at hand and casts what it
     finds in the file to their dtypes, without a word. What a group was saved with comes as it was.
+    All moments of a parameter are cast or none, so those that an override keeps in 32 bits pass if
+    one of them has a number that is not whole.
 
     Args:
         saved: a parameter's saved state; of DTensors this rank's shards are looked at.
@@ -154,9 +156,10 @@ def require_uncast(
     name = group.get("state_format") or OF_BITS.get(group.get("optim_bits", 32), "")
     coded = name in FORMATS and not FORMATS[name].exact
     if coded and p.numel() >= group.get("min_8bit_size", 0):
-        for moment in moments:
-            if not moment.exact and _are_codes(_sharding.local(saved.get(moment.key))):
-                raise ValueError(f"{moment.key!r} has codes of {name!r} as numbers; {_CAST}")
+        found = {m.key: _sharding.local(saved.get(m.key)) for m in moments if not m.exact}
+        there = {key: x for key, x in found.items() if isinstance(x, Tensor)}
+        if all(map(_may_be_codes, there.values())) and any(bool(x.any()) for x in there.values()):
+            raise ValueError(f"{next(iter(there))!r} has codes of {name!r} as numbers; {_CAST}")
     residual, bits = saved.get(RESIDUAL_KEY), group.get("master_weight_bits")
     if not isinstance(residual, Tensor) or p.dtype != torch.bfloat16 or bits not in WEIGHTS:
         return
@@ -175,14 +178,14 @@ _CAST = (
 )
 
 
-def _are_codes(value: Any) -> bool:
+def _may_be_codes(value: Tensor) -> bool:
     """Whether a moment's numbers are all whole, as those of codes are."""
-    if not isinstance(value, Tensor) or not value.is_floating_point():
+    if not value.is_floating_point():
         return False
     if value.layout != torch.strided or value.device.type == "meta":
         return False  # and refused by its checks
     whole = (value == value.round()) & (value >= 0) & (value <= 255)
-    return bool(whole.all() and value.any())
+    return bool(whole.all())
 
 
 def copied(saved: Mapping[str, Any], p: Tensor, unit: Unit) -> dict[str, Tensor]:

@@ -4,8 +4,8 @@ All else of the package sees plain tensors: the shard of a parameter that this r
 format of the whole one, as if it were a parameter. State that has a number an element, or a block,
 is kept as DTensors with the parameter's placements, so that checkpoints can be written and read on
 any number of ranks. Blocks restart at every row, hence a shard of rows has whole blocks. Where they
-run over a flattened tensor and a shard ends within one, every rank steps the whole tensor, with the
-whole state: then codes are those of a single process there, too.
+run over a flattened tensor and a shard ends within one, or where the rule cannot go by rows, every
+rank steps the whole tensor, with the whole state: then codes are those of one process there, too.
 """
 
 from __future__ import annotations
@@ -160,13 +160,15 @@ class Share:
     whole: bool
 
     @staticmethod
-    def of(p: Any, moments: tuple[Moment, ...], format: Format, weights: Weights) -> Share:
-        """That of a DTensor whose moments are kept in this format."""
+    def of(
+        p: Any, moments: tuple[Moment, ...], format: Format, weights: Weights, whole: bool
+    ) -> Share:
+        """That of a DTensor whose moments are kept in this format; `whole` if the rule needs it."""
         coded = any(not unit.format.exact for unit in units(moments, format))
         cut = (coded and _cuts_blocks(p, format.block)) or (
             weights.dithered and _cuts_blocks(p, WEIGHT_BLOCK)
         )
-        return Share(p, moments, format, weights, cut)
+        return Share(p, moments, format, weights, cut or (whole and bool(_shards(p))))
 
     @property
     def groups(self) -> Groups:
@@ -267,9 +269,14 @@ def spread_alike(saved: Mapping[str, Any], p: Any) -> bool:
     )
 
 
+def whole(x: Any) -> Any:
+    """A DTensor's whole tensor, by a collective call; else the value itself."""
+    return x.full_tensor() if is_dtensor(x) else x
+
+
 def gathered(saved: Mapping[str, Any]) -> dict[str, Any]:
     """Saved state with whole tensors on every rank."""
-    return {key: x.full_tensor() if is_dtensor(x) else x for key, x in saved.items()}
+    return {key: whole(x) for key, x in saved.items()}
 
 
 def spread(x: Tensor, p: Any) -> Tensor:
@@ -286,7 +293,7 @@ def spread(x: Tensor, p: Any) -> Tensor:
 def shard_of(x: Any, p: Any) -> Tensor:
     """This rank's part of a value that is whole, or dealt out over p's mesh."""
     if not is_dtensor(p):
-        return gathered({"": x})[""]
+        return whole(x)
     from torch.distributed.tensor import DTensor, Replicate
 
     if not is_dtensor(x):
@@ -317,6 +324,10 @@ def all_reduce(batches: Sequence[Batch], sums: Sequence[Tensor]) -> None:
 
 
 def _add_up(group: Any, device: str, found: list[tuple[Tensor, list[int]]]) -> None:
+    (total, index), *others = found
+    if not others and len(index) == len(total) and total.device.type == device:
+        dist.all_reduce(total, group=group)
+        return
     parts = [
         total.flatten() if len(index) == len(total) else total[index].flatten()
         for total, index in found

@@ -33,17 +33,15 @@ class Row:
     Attributes:
         layout: the optimizer.
         whole: of the whole model.
-        rank: of the fullest rank; None if it cannot step shards.
+        rank: of the fullest rank.
     """
 
     layout: Layout
     whole: Footprint
-    rank: Footprint | None
+    rank: Footprint
 
     def fits(self, size: float) -> str | None:
         """Whether a rank fits: "whole", "released" with gradients released alone, or None."""
-        if self.rank is None or (self.rank.sum > size and self.rank.sum_released is None):
-            return None
         if self.rank.sum <= size:
             return "whole"
         released = self.rank.sum_released
@@ -52,8 +50,6 @@ class Row:
     @property
     def least(self) -> float:
         """The fewest bytes that a rank takes."""
-        if self.rank is None:
-            return float("inf")
         return min(x for x in (self.rank.sum, self.rank.sum_released) if x is not None)
 
     def as_json(self) -> dict[str, Any]:
@@ -67,7 +63,7 @@ class Row:
             "master_weight_bits": layout.bits,
             "layout": "documented" if layout.documented else "measured",
             **_numbers(self.whole),
-            "per_rank": None if self.rank is None else _numbers(self.rank),
+            "per_rank": _numbers(self.rank),
             "fits": {f"{card} GB": self.fits(card * 1e9) for card in CARDS},
         }
 
@@ -88,13 +84,14 @@ def rows_of(
     model: Model, chosen: Sequence[Layout], shards: int, embeddings_in_32_bits: bool
 ) -> list[Row]:
     """The rows of a model, in the order of the layouts."""
-    rows = []
-    for layout in chosen:
-        rank = whole = footprint(layout, model.weights, 1, embeddings_in_32_bits)
-        if shards > 1 and layout.shards:
-            rank = footprint(layout, model.weights, shards, embeddings_in_32_bits)
-        rows.append(Row(layout, whole, rank if shards == 1 or layout.shards else None))
-    return rows
+    return [
+        Row(
+            layout,
+            footprint(layout, model.weights, 1, embeddings_in_32_bits),
+            footprint(layout, model.weights, shards, embeddings_in_32_bits),
+        )
+        for layout in chosen
+    ]
 
 
 def choose(names: Sequence[str], bf16: bool) -> list[Layout]:
@@ -147,8 +144,6 @@ def fitting(rows: Sequence[Row], size: float, text: str) -> list[Row]:
     fit = sorted((row for row in rows if row.fits(size)), key=lambda row: row.least)
     if not fit:
         least = min(rows, key=lambda row: row.least)
-        if least.rank is None:
-            raise Refused(f"{least.layout.name} does not step shards; leave --shards out")
         raise Refused(
             f"nothing fits {text}: the least is {least.layout.library} {least.layout.name} with "
             f"{least.least / 1e9:.2f} GB; --shards deals it out to several GPUs"
@@ -219,7 +214,7 @@ def _values(row: Row, wide: bool, shards: int) -> list[int | None]:
     values = [whole.weights, whole.gradients, whole.released] if wide else []
     values += [whole.state, whole.residual, whole.sum, whole.sum_released]
     if shards > 1:
-        values += [None, None] if rank is None else [rank.sum, rank.sum_released]
+        values += [rank.sum, rank.sum_released]
     return values
 
 
@@ -239,6 +234,9 @@ def legend(model: Model, rows: Sequence[Row], shards: int) -> list[str]:
         f"yes: weights, gradients and state{of} fit; rel.: they do with gradients released. "
         "Activations, buffers, temporaries and the CUDA context come on top.",
     ]
+    wholes = sorted({row.layout.family for row in rows if row.layout.whole})
+    if shards > 1 and wholes:
+        lines.append(f"Every rank keeps the whole state of {' and '.join(wholes)}.")
     if any(row.layout.documented for row in rows):
         lines.append("*: by its documented layout, not measured.")
     others = sorted(ROLES.keys() - {row.layout.family for row in rows})

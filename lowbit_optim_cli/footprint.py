@@ -99,7 +99,7 @@ class Layout:
         dithered: whether bf16 weights are rounded by counted random bits.
         overrides: whether single parameters can be given 32 bits.
         bucket_bytes: gradients that wait when they are released; None where they are not.
-        shards: whether DTensors can be stepped.
+        whole: whether every rank keeps the whole state of every parameter that is dealt out.
         own: whether it is of this package.
         documented: whether its layout is read in its documentation and source, not measured.
     """
@@ -123,7 +123,7 @@ class Layout:
     dithered: bool = False
     overrides: bool = False
     bucket_bytes: int | None = None
-    shards: bool = True
+    whole: bool = False
     own: bool = False
     documented: bool = False
 
@@ -143,7 +143,12 @@ class Layout:
         return self.moments * number + further
 
     def kept_whole(self, weight: Weight, shards: int, coded: bool) -> bool:
-        """Whether every rank keeps a parameter's whole state, as a shard would end in a block."""
+        """Whether every rank keeps a parameter's whole state.
+
+        It does where the rule needs whole tensors, and where a shard would end in a block.
+        """
+        if self.whole:
+            return True
         if not self.own or shards == 1 or not weight.shape or _has_rows(weight.shape):
             return False
         sizes = [self.coded.block] if coded and self.coded else []
@@ -206,12 +211,7 @@ def footprint(
         weights: the model's tensors; one that several modules share is given once.
         shards: ranks that parameters are dealt out to, row by row; of these the fullest.
         embeddings_in_32_bits: of libraries that can give single parameters a width of their own.
-
-    Raises:
-        ValueError: if the optimizer cannot step shards.
     """
-    if shards > 1 and not layout.shards:
-        raise ValueError(f"{layout.name} does not step shards")
     kinds = Counter((w.shape, w.dtype, w.embedding, w.trained) for w in weights)
     all_weights = gradients = state = residual = coded_any = 0
     for (shape, dtype, embedding, trained), count in kinds.items():

@@ -53,7 +53,12 @@ CLASSES = {
     "AdamW32bit bf16": {},
     "SGD8bit bf16": {"momentum": 0.999, "state_format": "ratio8"},
     "LAMB8bit bf16": {"trust_coefficient": 1.0, "master_weight_bits": 32},
+    # Rules that need the whole tensor.
+    "Cain8bit": {"percentile_clipping": 50},
+    "Cain8bit bf16": {"master_weight_bits": 32},
+    "LearnedGradient8bit": {"lr_est_period": 2, "max_size": 512},
 }
+WHOLE = tuple(name for name in CLASSES if name.startswith(("Cain", "Learned")))
 WITH_SUMS = ("LARS8bit", "LAMB8bit", "LANS8bit", "Eve8bit", "Adam8bit", "LAMB8bit bf16")
 ELEMENTWISE = tuple(name for name in CLASSES if name not in WITH_SUMS)
 
@@ -140,14 +145,17 @@ def steps_of_all(rank, world, folder):
         def spread(x, mesh=mesh, placements=placements):
             return distribute_tensor(x.clone(), mesh, placements)
 
-        for name in CLASSES if label == "shard" else ("AdamW8bit", "LANS8bit"):
+        for name in CLASSES if label == "shard" else ("AdamW8bit", "LANS8bit", *WHOLE):
             params = [torch.nn.Parameter(spread(x)) for x in values(0, name)]
             optimizer = build(name, params)
             train(optimizer, params, range(3), spread)
             if label == "shard":
                 for p in params:
+                    plain_keys = {"step", "gnorm_vec", "weight_sum", "lr_max"}
+                    if name in WHOLE:
+                        plain_keys |= set(optimizer._extras(p, optimizer._settings_of(0), {}))
                     for key, x in optimizer.state[p].items():
-                        plain = key in ("step", "gnorm_vec", "weight_sum", "lr_max")
+                        plain = key in plain_keys
                         assert hasattr(x, "placements") != plain, key
             results[label, name] = everything(params, optimizer)
     if rank == 0:
@@ -173,7 +181,7 @@ def sharded_holder(world, seed=0, name=""):
 
 
 SAVED = ("AdamW8bit", "LARS8bit", "LANS8bit", "ScheduleFreeAdamW8bit", "AdamW8bit bf16",
-         "AdamW4bit")  # fmt: skip
+         "AdamW4bit", "Cain8bit", "Cain8bit bf16", "LearnedGradient8bit")  # fmt: skip
 
 
 def save(rank, world, folder):
@@ -242,7 +250,7 @@ def fsdp(rank, world, folder):
         "mixed": {"mp_policy": MixedPrecisionPolicy(param_dtype=torch.bfloat16)},
     }
     for label, policy in policies.items():
-        for name in ("AdamW8bit", "LANS8bit"):
+        for name in ("AdamW8bit", "LANS8bit", "Cain8bit", "LearnedGradient8bit"):
             model = mlp()
             for layer in (model[0], model[2], model):
                 fully_shard(layer, mesh=init_device_mesh("cpu", (world,)), **policy)
@@ -282,12 +290,12 @@ def refused(rank, world, folder):
     said = r"AdamW8bit: a .* DTensor on meta, but its mesh is of cpu devices"
     with lowbit_optim.use_engine("torch"), pytest.raises(RuntimeError, match=said):
         lowbit_optim.AdamW8bit([elsewhere]).step()
-    p.grad = distribute_tensor(torch.ones(4, 6), mesh, [Shard(0)])
     plain = torch.nn.Parameter(torch.ones(4, 6))
-    plain.grad = torch.ones(4, 6)
     for cls in (lowbit_optim.Cain, lowbit_optim.LearnedGradient):
+        plain.grad = torch.ones(4, 6)
+        p.grad = distribute_tensor(torch.ones(4, 6), mesh, [Replicate()])
         optimizer = cls([{"params": [plain]}, {"params": [p]}])
-        with pytest.raises(RuntimeError, match=rf"{cls.__name__} does not step DTensor.*Shard"):
+        with pytest.raises(RuntimeError, match=rf"{cls.__name__}: .*placements.*must be the same"):
             optimizer.step()
         assert torch.equal(plain, torch.ones(4, 6))
         assert torch.equal(p._local_tensor, torch.ones(p._local_tensor.shape))

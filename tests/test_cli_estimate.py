@@ -99,8 +99,13 @@ def test_shards_are_those_of_the_fullest_rank():
     found = estimated("10x1000,4096", "--shards", "4", "--optimizer", "AdamW8bit")
     for row in found["rows"]:
         assert row["per_rank"]["weights"] == 4 * (3 * 1000 + 1024)
-    eager = estimated("10x1000", "--shards", "4", "--optimizer", "Cain")
-    assert all(row["per_rank"] is None for row in eager["rows"])
+    for row in estimated("10x1000", "--shards", "4", "--optimizer", "Cain")["rows"]:
+        assert row["per_rank"]["weights"] == 4 * 3 * 1000
+        assert row["per_rank"]["state"] == row["state"]
+    said = "Every rank keeps the whole state of Cain and LearnedGradient."
+    several = ("-o", "Cain", "-o", "LearnedGradient", "-o", "AdamW")
+    assert said in run("estimate", "10x1000", "--shards", "4", *several).stdout
+    assert said not in run("estimate", "10x1000", *several).stdout
 
 
 def test_what_fits_a_gpu_is_printed_cheapest_first():
@@ -111,8 +116,6 @@ def test_what_fits_a_gpu_is_printed_cheapest_first():
     assert 0 < len(found) <= estimate.FIRST
     said = refused("estimate", "1000x1000000", "--gpu", "1GB")
     assert "nothing fits 1GB" in said
-    eager = refused("estimate", "4x4", "--gpu", "1GB", "--shards", "2", "-o", "Cain")
-    assert "does not step shards" in eager
 
 
 @pytest.mark.parametrize(

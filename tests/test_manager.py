@@ -214,6 +214,23 @@ def test_a_checkpoint_resumes_bit_for_bit(manager):
     assert resumed.param_groups[0]["lr"] == 0.1
 
 
+def test_one_moment_of_whole_numbers_in_32_bits_is_loaded(manager):
+    """As gradients of whole numbers leave it; codes that were cast are whole in all moments."""
+    model = two_layers()
+    manager.register_module_override(model[0], "weight", {"optim_bits": 32})
+    optimizer = lowbit_optim.AdamW8bit(model.parameters(), betas=(0.0, 0.99), min_8bit_size=1)
+    for p in model.parameters():
+        p.grad = torch.full_like(p, 3.0)
+    optimizer.step()
+    saved = copy.deepcopy(optimizer.state_dict())
+    assert saved["state"][0]["exp_avg"].unique().tolist() == [3.0]
+    optimizer.load_state_dict(saved)
+    assert identical(optimizer.state_dict()["state"], saved["state"])
+    saved["state"][0]["exp_avg_sq"].fill_(9.0)
+    with pytest.raises(ValueError, match="'exp_avg' has codes of 'dynamic8'"):
+        optimizer.load_state_dict(saved)
+
+
 def test_nothing_is_kept_alive_and_no_id_is_taken_for_another(manager):
     model = two_layers()
     manager.register_module_override(model[0], "weight", {"optim_bits": 32})

@@ -24,6 +24,7 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 import lowbit_optim
 import sharded
+from lowbit_optim._gathering import ALL_GATHER
 from protocol import identical
 
 pytestmark = pytest.mark.timeout(120)
@@ -79,7 +80,7 @@ def mixed_precision(rank, world, folder):
 
 def overflow_on_one_rank(rank, world, folder):
     """A GradScaler finds it on all ranks, and none takes the step."""
-    for name in ("AdamW8bit", "LAMB8bit"):
+    for name in ("AdamW8bit", "LAMB8bit", "Cain8bit"):
         _, params, optimizer, spread = trained(world, name, 1)
         scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
         scaler.scale(torch.ones(()))
@@ -96,7 +97,7 @@ def overflow_on_one_rank(rank, world, folder):
 def flattened_state_dicts(rank, world, folder):
     """As torchtitan saves them, so that pipeline stages can be dealt out anew."""
     options = StateDictOptions(flatten_optimizer_state_dict=True)
-    for name in ("AdamW8bit", "LANS8bit", "AdamW8bit bf16"):
+    for name in ("AdamW8bit", "LANS8bit", "AdamW8bit bf16", "LearnedGradient8bit"):
         model, params, optimizer, _ = trained(world, name)
         saved = get_optimizer_state_dict(model, optimizer, options=options)
         dcp.save({"optim": saved}, checkpoint_id=f"{folder}/flat {name}")
@@ -198,7 +199,7 @@ def zero_resumes(rank, world, folder):
 def vectors_in_bf16(rank, world, folder):
     """Tensors that every rank steps whole are gathered together, also when a plan is used again."""
     mesh = init_device_mesh("cpu", (world,))
-    shapes = [(100,), (257,), (3,), (1,), (5, 7)]
+    shapes = [(100,), (257,), (3,), (1,), (5, 7), (257,), (0,)]
     generator = torch.Generator().manual_seed(1)
     values = [torch.randn(shape, generator=generator).bfloat16() for shape in shapes * 5]
 
@@ -208,7 +209,7 @@ def vectors_in_bf16(rank, world, folder):
     params = [torch.nn.Parameter(dealt(x)) for x in values]
     plain = [torch.nn.Parameter(x.clone()) for x in values]
     optimizer, alone = (lowbit_optim.AdamW8bit(some, lr=1e-2) for some in (params, plain))
-    gather, calls = dist.all_gather_into_tensor, []
+    gather, calls = getattr(dist, ALL_GATHER), []
 
     def counted(*args, **options):
         calls.append(args)
@@ -223,7 +224,7 @@ def vectors_in_bf16(rank, world, folder):
             p.grad = dealt(q.grad)
         calls.clear()
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(dist, "all_gather_into_tensor", counted)
+            patch.setattr(dist, ALL_GATHER, counted)
             optimizer.step()
         assert len(calls) == 1
         (plan,) = optimizer.plans.values()
@@ -246,7 +247,7 @@ def all_cases(rank, world, folder):
 
 def hybrid(rank, world, folder):
     """HSDP: as one process, saved, and continued on four ranks in a line."""
-    for name in ("AdamW8bit", "LANS8bit", "AdamW8bit bf16"):
+    for name in ("AdamW8bit", "LANS8bit", "AdamW8bit bf16", "Cain8bit"):
         inputs = INPUTS.to(sharded.dtype_of(name))
         square = init_device_mesh("cpu", (2, 2), mesh_dim_names=("copies", "shards"))
         model = fully_sharded(square, name)

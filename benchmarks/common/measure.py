@@ -126,15 +126,20 @@ def interleaved(
     device: torch.device,
     rounds: int,
     warmup: int = 3,
+    before: Callable[[], object] = lambda: None,
 ) -> tuple[list[float], list[float]]:
-    """Seconds of two calls timed in turn, A B A B, so that both see the same machine."""
+    """Seconds of two calls timed in turn, A B A B, so that both see the same machine.
+
+    `before` is called before each of them, and not timed: a barrier of several processes.
+    """
     for _ in range(warmup):
         first()
         second()
     times: tuple[list[float], list[float]] = ([], [])
     for _ in range(rounds):
-        times[0].append(seconds(first, device))
-        times[1].append(seconds(second, device))
+        for call, its in zip((first, second), times, strict=True):
+            before()
+            its.append(seconds(call, device))
     return times
 
 

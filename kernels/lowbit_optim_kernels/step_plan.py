@@ -13,6 +13,7 @@ from itertools import chain
 from operator import attrgetter, eq, is_
 from typing import Any, Protocol
 
+import torch
 from torch import Tensor
 
 from .plan import ALIGNMENT, Batch
@@ -103,6 +104,14 @@ class StepPlan:
             old = before.get(batch.place)
             if old is not None and old.key == batch.key:
                 batch.tables = old.tables
+
+    def write_back(self) -> None:
+        """Copy what was stepped in copies to where it is held."""
+        if any(held.is_neg() for held, _ in self.staged):  # which foreach operators refuse
+            for held, work in self.staged:
+                held.copy_(work)
+        elif self.staged:
+            torch._foreach_copy_([held for held, _ in self.staged], [x for _, x in self.staged])
 
     def freeze(self, state: Mapping[Tensor, dict[str, Any]]) -> None:
         """Note after a step what a later one has to compare.

@@ -1,0 +1,163 @@
+"""Time the step of 1,000 small sharded tensors beside the unsharded step of a rank's elements.
+
+`python -m benchmarks.speed.sharded`: processes of one thread each, under `fully_shard` with gloo.
+Each optimizer is first run against its naive rule; if one differs, nothing is timed.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+import typer
+from rich.console import Console
+from torch import Tensor, nn
+
+from benchmarks.common import measure, registry, report, verify
+
+TENSORS = 1000
+LR = 1e-3
+CPU = torch.device("cpu")
+OPTIMIZERS = ("AdamW8bit", "LAMB8bit", "LARS8bit-paper")
+
+
+@dataclass(frozen=True)
+class Case:
+    """Vectors of a dtype; each rank holds so many elements of one."""
+
+    dtype: torch.dtype
+    elements: int
+
+
+CASES = {
+    "fp32": Case(torch.float32, 64),
+    "bf16": Case(torch.bfloat16, 100),  # of more ranks cut within blocks, and so stepped whole
+}
+
+
+class _Vectors(nn.Module):
+    """Vectors whose gradients are what it is called with."""
+
+    def __init__(self, case: Case, ranks: int) -> None:
+        super().__init__()
+        generator = torch.Generator().manual_seed(0)
+        values = torch.randn(TENSORS, ranks * case.elements, generator=generator).mul_(0.02)
+        self.all = nn.ParameterList(values.to(case.dtype).unbind())
+
+    def forward(self, gradients: Tensor) -> Tensor:
+        """The sum of products with a row for each vector."""
+        return torch.stack(list(self.all)).mul(gradients).sum()
+
+
+def _vectors(case: Case, ranks: int, shards: bool) -> list[Tensor]:
+    """Parameters with gradients, of this many ranks' elements; dealt out to them or not."""
+    from torch.distributed.fsdp import fully_shard
+
+    model = _Vectors(case, ranks)
+    if shards:
+        fully_shard(model)
+    gradients = torch.randn(TENSORS, ranks * case.elements).mul_(0.01).to(case.dtype)
+    model(gradients).backward()
+    return list(model.parameters())
+
+
+def _rank(rank: int, ranks: int, spec: dict) -> None:
+    """Time all pairs on one rank; the first one writes what the slowest took in each round."""
+    torch.set_num_threads(1)
+    folder = Path(spec["folder"])
+    address = f"file://{folder}/rendezvous{ranks}"
+    dist.init_process_group("gloo", init_method=address, rank=rank, world_size=ranks)
+    gc.disable()
+    pairs = []
+    for label in spec["cases"]:
+        for name in spec["optimizers"]:
+            make, case = registry.REGISTRY[name].make, CASES[label]
+            own, other = (make(_vectors(case, *how), LR) for how in ((ranks, True), (1, False)))
+            gc.collect()
+            times = torch.tensor(
+                measure.interleaved(own.step, other.step, CPU, spec["rounds"], before=dist.barrier)
+            )
+            dist.all_reduce(times, op=dist.ReduceOp.MAX)
+            milliseconds = (1e3 * times).tolist()
+            ratios = (times[0] / times[1]).tolist()
+            ms, alone = (measure.spread(each) for each in milliseconds)
+            pairs.append({
+                "case": label, "optimizer": name, "ranks": ranks, "ms": ms, "unsharded_ms": alone,
+                "ratio": measure.spread(ratios),
+            })  # fmt: skip
+    if rank == 0:
+        (folder / f"{ranks}.json").write_text(json.dumps(pairs))
+    dist.barrier()
+    dist.destroy_process_group()
+    os._exit(0)  # gloo's threads end a process at times that unloads them in order
+
+
+def time_all(spec: dict, counts: list[int]) -> list[dict]:
+    """Every pair on each number of ranks."""
+    pairs = []
+    with tempfile.TemporaryDirectory() as folder:
+        for ranks in counts:
+            mp.spawn(_rank, (ranks, {**spec, "folder": folder}), nprocs=ranks)
+            pairs += json.loads(Path(folder, f"{ranks}.json").read_text())
+    return pairs
+
+
+def table(pairs: list[dict]) -> str:
+    """Markdown: milliseconds and ratio by case, optimizer and number of ranks."""
+    lines = [
+        "| vectors | ranks | | ms | unsharded | ratio |",
+        "| --- | --- | --- | --- | --- | --- |",
+    ]
+    for pair in pairs:
+        ratio, ms = pair["ratio"], pair["ms"]["median"]
+        lines.append(
+            f"| {pair['case']} | {pair['ranks']} | {pair['optimizer']} | {ms:.2f} | "
+            f"{pair['unsharded_ms']['median']:.2f} | "
+            f"{ratio['median']:.2f} ({ratio['q25']:.2f}, {ratio['q75']:.2f}) |"
+        )
+    return "\n".join(lines)
+
+
+def main(
+    optimizer: Annotated[
+        list[str] | None, typer.Option(help="a name of the registry; repeatable")
+    ] = None,
+    case: Annotated[list[str] | None, typer.Option(help=f"{', '.join(CASES)}")] = None,
+    ranks: Annotated[list[int] | None, typer.Option(min=1, help="repeatable; 1 and 2")] = None,
+    rounds: Annotated[int, typer.Option(min=1, help="timed steps of each of a pair")] = 30,
+    out: Annotated[Path, typer.Option(help="folder for sharded.json")] = report.LOCAL,
+) -> None:
+    """Time the step of 1,000 small sharded tensors beside the unsharded step."""
+    console, load = Console(), report.load_average()
+    unknown = [name for name in case or () if name not in CASES]
+    if unknown:
+        known = ", ".join(CASES)
+        raise typer.BadParameter(f"unknown case {unknown[0]!r}; there are: {known}")
+    try:
+        entries = registry.select(optimizer or list(OPTIMIZERS))
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from error
+    errors = {e.name: verify.verify(e, e.learning_rate("mnist"), CPU) for e in entries}
+    spec = {"optimizers": list(errors), "cases": case or list(CASES), "rounds": rounds}
+    pairs = time_all(spec, ranks or [1, 2])
+    console.print(table(pairs), highlight=False, soft_wrap=True)
+    if report.busy_note(load):
+        console.print(report.busy_note(load))
+    options = {"optimizer": optimizer, "case": case, "ranks": ranks, "rounds": rounds}
+    written = {
+        **report.origin("benchmarks.speed.sharded", options),
+        "load_before": load, "tensors": TENSORS, "verified": errors, "pairs": pairs,
+    }  # fmt: skip
+    report.write_json(out / "sharded.json", written)
+
+
+if __name__ == "__main__":
+    typer.run(main)
