@@ -78,12 +78,16 @@ def test_engines_agree_on_the_device(case, bits, dtype):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @BY_CASE
 def test_a_group_of_many_kinds_steps_each_tensor_as_alone(case, dtype):
-    """8-bit and 32-bit state, whole tiles, aligned and ragged ones in one launch: the same bits."""
+    """8-bit and 32-bit state, whole tiles, aligned and ragged ones in one launch: the same bits.
+
+    To nearest: the random bits of dither depend on the parameter's number in its optimizer.
+    """
+    options = {"min_8bit_size": 2049, "dither": False, "master_weight_bits": None}
     shapes = [(4096,), (3, 688), (2, 1025), (2048 + 272,), (2048,), (96,), (65,), (), (0,)]
     together = parameters(shapes, dtype) + parameters(shapes, torch.float32)
     alone = copy.deepcopy(together)
-    optimizer = case.build(together, 8, min_8bit_size=2049)
-    others = [case.build([p], 8, min_8bit_size=2049) for p in alone]
+    optimizer = case.build(together, 8, **options)
+    others = [case.build([p], 8, **options) for p in alone]
     for step in range(3):
         give_gradients(together, step)
         give_gradients(alone, step)
@@ -254,7 +258,7 @@ def test_a_step_allocates_next_to_nothing():
 
 
 def test_more_than_two_to_the_31_elements():
-    """The last elements of a huge tensor are stepped like those of a small one."""
+    """The last elements of a huge tensor are stepped like those of a small one, to nearest."""
     count = 2**31 + 5000
     free, _ = torch.cuda.mem_get_info()
     if free < 7 * count:  # p and g in bf16, one code, one moment
@@ -265,9 +269,10 @@ def test_more_than_two_to_the_31_elements():
     small.grad = torch.randn(5000, device="cuda").to(small)
     p.grad[-5000:] = small.grad
     p.grad[:5000] = small.grad
-    lowbit_optim.SGD8bit([p], lr=0.1, momentum=0.9).step()
+    options = {"lr": 0.1, "momentum": 0.9, "dither": False, "master_weight_bits": None}
+    lowbit_optim.SGD8bit([p], **options).step()
     # 2**31 is a multiple of 256: the blocks of the tail are those of the small tensor.
-    lowbit_optim.SGD8bit([small], lr=0.1, momentum=0.9).step()
+    lowbit_optim.SGD8bit([small], **options).step()
     assert torch.equal(p[-5000:], small)
     assert torch.equal(p[:5000], small)
     assert not p[10_000:20_000].any()

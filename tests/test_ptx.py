@@ -316,6 +316,18 @@ def test_packed_numbers():
     assert call("mul.f16x2", *halves).view(np.float16).tolist() == [0.375, -6.0]
 
 
+def test_both_halves_are_compared_at_once():
+    """A subnormal number and NaN are not zero, -0 is."""
+    halves = np.array([[0x0001, 0x8000], [0x7FFF, 0x0000]], np.uint16)
+    words = halves.view(np.uint32).ravel()
+    found = call("setp.neu.f16x2", words, np.zeros(2, np.uint32))
+    assert found.tolist() == [[True, False], [True, False]]
+    body = """mov.b32 %r4, 0; mov.b32 %r5, 0; shl.b32 %r6, %r1, 16;
+        setp.neu.f16x2 %p1|%p2, %r6, %r5; @%p1 add.u32 %r4, %r4, 1; @%p2 add.u32 %r4, %r4, 2;"""
+    stored, _ = run(body + STORE)
+    assert stored.tolist() == [0] + [2] * (THREADS - 1)
+
+
 def test_directed_roundings_of_zero_and_of_small_numbers():
     one, less = np.array([1.0], np.float32), np.array([-1.0], np.float32)
     assert np.signbit(call("add.rm.f32", one, less))[0]

@@ -39,7 +39,7 @@ def decode(codes, scales, tables, MOMENTS: tl.constexpr, PTX: tl.constexpr):
 
 
 @triton.jit
-def scales(moments, MOMENTS: tl.constexpr, PTX: tl.constexpr):
+def scales(moments, MOMENTS: tl.constexpr, ALIGN: tl.constexpr, PTX: tl.constexpr):
     tops = ()
     for k in tl.static_range(len(MOMENTS)):
         tops = tops + (tl.max(tl.abs(moments[k]), 1) / TOP,)  # noqa: RUF005

@@ -190,6 +190,28 @@ def test_emulated_steps_are_those_of_torch(case, row):
         go_on_from(optimizer, params, other, others)
 
 
+@pytest.mark.parametrize("name", ["AdamW", "LANS"])
+def test_a_group_of_many_kinds_steps_each_tensor_as_alone(name):
+    """To the same bits as compiled, though each group has its kernels."""
+    options = {"min_8bit_size": 2049, "dither": False, "master_weight_bits": None}
+    generator, results = torch.Generator().manual_seed(0), []
+    starts = [torch.randn(shape, generator=generator) for shape in ((4096,), (2, 1025), (65,))]
+    gradients = [torch.randn(x.shape, generator=generator) for x in starts]
+    for alone in (False, True):
+        params = [torch.nn.Parameter(x.clone()) for x in starts]
+        groups = [[p] for p in params] if alone else [params]
+        optimizers = [getattr(lowbit_optim, f"{name}8bit")(group, **options) for group in groups]
+        for p, g in zip(params, gradients, strict=True):
+            p.grad = g
+        with emulated(90), lowbit_optim.use_engine("triton"):
+            for optimizer in (*optimizers, *optimizers):
+                optimizer.step()
+        state = {p: x for optimizer in optimizers for p, x in optimizer.state.items()}
+        results.append([x for p in params for x in (p.detach(), *state[p].values())])
+    for together, alone in zip(*results, strict=True):
+        assert torch.equal(together, alone)
+
+
 def test_a_kernel_without_its_barriers_has_races(monkeypatch):
     """Which a GPU may take a long time to show."""
 

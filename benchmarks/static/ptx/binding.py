@@ -125,7 +125,8 @@ def vector(text: str) -> tuple[str, ...]:
 def _computing(executable: Executable, instruction: Instruction) -> Step:
     target, *operands = instruction.operands
     found = operation(instruction.opcode, len(operands))
-    function, into = found.function, register(instruction, target)
+    function = found.function
+    into = [register(instruction, name) for name in target.split("|")]
     if len(operands) != len(found.inputs):
         raise UnsupportedError(
             f"the emulator knows {len(found.inputs)} operands of this instruction, which has "
@@ -135,7 +136,15 @@ def _computing(executable: Executable, instruction: Instruction) -> Step:
         reader(executable.program, instruction, name, kind)
         for name, kind in zip(operands, found.inputs, strict=True)
     ]
-    return lambda machine: machine.write(into, function(*(read(machine) for read in reads)))
+    if len(into) == 1:
+        return lambda machine: machine.write(into[0], function(*(read(machine) for read in reads)))
+
+    def compare(machine: Machine) -> None:
+        halves = function(*(read(machine) for read in reads))
+        for one, half in zip(into, halves.T, strict=True):
+            machine.write(one, np.ascontiguousarray(half))
+
+    return compare
 
 
 def _packing(executable: Executable, instruction: Instruction) -> Step:

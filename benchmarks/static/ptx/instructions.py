@@ -60,12 +60,13 @@ def operation(opcode: tuple[str, ...], operands: int = 2) -> Operation:
 
 
 def _packed(single: Operation, kind: str) -> Operation:
-    """An operation on both halves of registers."""
+    """An operation on both halves of registers; a comparison gives a column for each half."""
     half, whole = dtype_of(kind[:-2]), dtype_of(kind)
 
     def function(*operands: Array) -> Array:
         pairs = (np.ascontiguousarray(x).view(half).reshape(-1, 2) for x in operands)
-        return np.ascontiguousarray(single.function(*pairs)).view(whole).ravel()
+        found = np.ascontiguousarray(single.function(*pairs))
+        return found if found.dtype == bool else found.view(whole).ravel()
 
     return Operation(function, (kind,) * len(single.inputs))
 

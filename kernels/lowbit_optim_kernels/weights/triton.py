@@ -28,12 +28,15 @@ def _read(p: int, residual: int, selectors: Sequence[int]) -> str:
         residual: that of the residuals.
         selectors: of the bytes of each residual, shifted and with its sign.
     """
-    text = "{ .reg .pred q; .reg .f32 w; .reg .b32 l, b; "
+    text = "{ .reg .pred q0, q1; .reg .b32 l, b, z; mov.b32 z, 0; "
     for i, selector in enumerate(selectors):
         half = f"${p + i // 2}"
-        text += f"and.b32 b, {half}, 0xffff0000; " if i % 2 else f"shl.b32 b, {half}, 16; "
+        if i % 2:
+            text += f"and.b32 b, {half}, 0xffff0000; "
+        else:  # for two at once; zeros are the same halves in fp16
+            text += f"setp.neu.f16x2 q0|q1, {half}, z; shl.b32 b, {half}, 16; "
         text += f"prmt.b32 l, ${residual}, 0, {selector:#x}; "
-        text += f"mov.b32 w, b; setp.ne.f32 q, w, 0f00000000; @q add.u32 b, b, l; mov.b32 ${i}, b; "
+        text += f"@q{i % 2} add.u32 b, b, l; mov.b32 ${i}, b; "
     return text + "}"
 
 

@@ -33,6 +33,7 @@ from ...codegen.analysis import (
 from ...formats import Format, Part, Unit, constant, units
 from ...plan import address_columns, lasting_column, state_columns
 from ...rules import Chain, Moment, Phase, Rule, RuleFunction
+from . import rule_source
 from .grid import number_of
 from .plan import GSCALE, LANES, LIVE, SCALARS, float_names, lanes, random_column, streams
 from .primitives import ROLES
@@ -45,8 +46,8 @@ import triton
 import triton.language as tl
 from lowbit_optim_kernels.engines.triton import passes, scalars
 from lowbit_optim_kernels.engines.triton.primitives import (
-    abs, exp, log, maximum, minimum, power, recorded, sign, single, where, {divide} as divide,
-    {sqrt} as sqrt,
+    abs, exp, fused, log, maximum, minimum, negative, power, recorded, sign, single, where,
+    {divide} as divide, {sqrt} as sqrt,
 )
 """
 
@@ -161,34 +162,6 @@ def module(rule: Rule, formats: Sequence[Format], ptx: bool) -> str:
     return _Writer(rule, formats, ptx).module()
 
 
-class _Divisions(ast.NodeTransformer):
-    """Turn a / b into divide(a, b), which is bound like the other operations of a rule."""
-
-    def visit_BinOp(self, node: ast.BinOp) -> ast.expr:
-        self.generic_visit(node)
-        by_number = isinstance(node.right, ast.Constant) or _is_number(node.right)
-        if not isinstance(node.op, ast.Div) or by_number:
-            return node
-        return ast.Call(ast.Name("divide", ast.Load()), [node.left, node.right], [])
-
-
-def _is_number(node: ast.expr) -> bool:
-    """Whether a name is one of a module's numbers."""
-    return isinstance(node, ast.Name) and node.id.isupper()
-
-
-def _for_triton(source: str) -> str:
-    """Source of rule functions, with bound divisions; their modules' numbers as tl.constexpr."""
-    texts = []
-    for node in ast.parse(source).body:
-        if isinstance(node, ast.Assign) and _is_number(node.targets[0]):
-            name, value = ast.unparse(node.targets[0]), ast.unparse(node.value)
-            texts.append(f"{name} = tl.constexpr({value})")
-        else:
-            texts.append(ast.unparse(_Divisions().visit(node)))
-    return "\n\n\n".join(texts)
-
-
 def _literals(rule: Rule) -> dict[str, float]:
     """Per-tensor values that `prepare` gives as a number and no phase replaces."""
     tree = ast.parse(textwrap.dedent(inspect.getsource(rule.prepare)))
@@ -238,7 +211,10 @@ class _Writer:
         parts = [
             HEADER.format(divide=f"{fast}divide", sqrt=f"{fast}sqrt")
             + "".join(f"import {f.triton} as format_{i}\n" for i, f in enumerate(self.used)),
-            _for_triton(functions_source(functions, "@triton.jit", literal=None)),
+            rule_source.for_triton(
+                functions_source(functions, "@triton.jit", literal=None),
+                {name_of(fn) for fn in element_functions(rule)},
+            ),
             self._begin(),
         ]
         for k, phase in enumerate(rule.phases):

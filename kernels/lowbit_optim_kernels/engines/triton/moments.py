@@ -102,7 +102,9 @@ def write_moments(
         if not FORMAT[UNITS][i][EXACT]:
             values = or_zero(values, ok)
         if len(FORMAT[UNITS][i][PER_BLOCK]) > 0:
-            scales = FORMAT[UNITS][i][CODEC][SCALES](values, FORMAT[UNITS][i][MOMENTS], PTX)
+            scales = FORMAT[UNITS][i][CODEC][SCALES](
+                values, FORMAT[UNITS][i][MOMENTS], KINDS[KIND][ALIGN], PTX
+            )
         for k in tl.static_range(len(FORMAT[UNITS][i][PER_BLOCK])):
             store(scale_at[i][k], scales[k], inside, KINDS[KIND][WHOLE])
         kept, tops = kept + (values,), tops + (scales,)

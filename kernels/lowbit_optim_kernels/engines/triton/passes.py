@@ -62,7 +62,7 @@ from .moments import (
     read_unit,
     write_moments,
 )
-from .primitives import only_finite, total, widen
+from .primitives import fused, negative, only_finite, total, widen
 from .scalars import FIRST_TILE, GEOMETRY, GSCALE, LIVE
 from .tiles import SHORT, TYPES, WORK, load, number_at, operand, place, store, weight_bits
 
@@ -165,6 +165,15 @@ def read(
 
 
 @triton.jit
+def moved(p, u, shrink, rate, LITERAL: tl.constexpr):
+    """The new weights; a shrink that is a LITERAL is 1, and the compiler drops it."""
+    if LITERAL:
+        return fused(negative(u), rate, shrink * p)
+    else:  # noqa: RET505
+        return fused(shrink, p, negative(u * rate))
+
+
+@triton.jit
 def update_blocks(
     t, address, geometry, work, floats, tables, piece, RULE: tl.constexpr, WRITES: tl.constexpr,
     FORMAT: tl.constexpr, KINDS: tl.constexpr, KIND: tl.constexpr, SCALED: tl.constexpr,
@@ -177,7 +186,10 @@ def update_blocks(
     of_streams = (floats + t * RULE[WIDTH] + RULE[RANDOM]).to(tl.pointer_type(tl.uint32))
     p = values[len(RULE[SCALARS])]
     values = chain(values, RULE[CALLS])
-    new = values[WRITES[SHRINK]] * p - values[WRITES[RATE]] * values[WRITES[U]]
+    new = moved(
+        p, values[WRITES[U]], values[WRITES[SHRINK]], values[WRITES[RATE]],
+        RULE[SCALARS][WRITES[SHRINK]][1],
+    )  # fmt: skip
     bits = new
     if KINDS[KIND][DITHERED]:  # the first stream is theirs
         bits = weight_bits(

@@ -89,6 +89,18 @@ def ptx_divide(a, b):
 
 
 @triton.jit
+def fused(a, b, c):
+    """A * b + c, rounded once."""
+    return tl.fma(a, b, c)
+
+
+@triton.jit
+def negative(x):
+    """-x, which Triton would take for 0 - x."""
+    return x * -1.0
+
+
+@triton.jit
 def abs(x):
     return tl.abs(x)
 

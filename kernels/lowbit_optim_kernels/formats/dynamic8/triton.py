@@ -72,13 +72,15 @@ def decode_codes(codes, tables, SIGNED: tl.constexpr):
 
 
 @triton.jit
-def absmax(x, SIGNED: tl.constexpr):
+def absmax(x, SIGNED: tl.constexpr, ALIGN: tl.constexpr):
     """Per block: the largest magnitude of finite x, which is what is stored as its scale.
 
     A largest magnitude under 1.2e-38 is raised to it.
     """
-    if SIGNED:  # by fours, which a thread has: its instructions for floats take magnitudes
+    if SIGNED:
         x = tl.abs(x)
+    if SIGNED and ALIGN > 1:  # by fours, which a thread has: of floats its instructions take |x|
+        x = tl.max(tl.reshape(x, [x.shape[0], x.shape[1] // 4, 4]), 2)
     # As integers, of which a warp finds the largest by one instruction.
     top = tl.max(x.to(tl.int32, bitcast=True), 1).to(tl.float32, bitcast=True)
     return tl.where(top > 0.0, tl.maximum(top, FLOOR), 0.0)
@@ -89,7 +91,7 @@ def _scaled_inverse(top, SCALE: tl.constexpr, PTX: tl.constexpr):
     """SCALE / top per block; 1 / top within half an ulp by one Newton step."""
     x = tl.maximum(top, FLOOR)
     r = ptx_reciprocal(x) if PTX else 1.0 / x
-    return (r - r * tl.fma(x, r, -1.0)) * SCALE
+    return tl.fma(r, tl.fma(x * -1.0, r, 1.0), r) * SCALE
 
 
 @triton.jit
@@ -173,7 +175,7 @@ def _place(x, top, tables, SIGNED: tl.constexpr, PTX: tl.constexpr):
     else:
         last = tl.fma(start, LAST_FACTOR, LAST_CONSTANT)
     g = tl.fma(y, slope, start)
-    z = last + tl.minimum(tl.minimum(g, g * (1.0 / 3.0)), g * 0.2 + 0.4)
+    z = last + tl.minimum(tl.minimum(g, g * (1.0 / 3.0)), tl.fma(g, 0.2, 0.4))
     return tl.where(y > FIRST_MIDPOINT, z, 0.0) if SIGNED else z
 
 
@@ -214,9 +216,9 @@ def decode(codes, scales, tables, MOMENTS: tl.constexpr, PTX: tl.constexpr):
 
 
 @triton.jit
-def scales(moments, MOMENTS: tl.constexpr, PTX: tl.constexpr):
+def scales(moments, MOMENTS: tl.constexpr, ALIGN: tl.constexpr, PTX: tl.constexpr):
     """The scales of a finite moment, one a block."""
-    return (absmax(moments[0], MOMENTS[0][SIGNED]),)
+    return (absmax(moments[0], MOMENTS[0][SIGNED], ALIGN),)
 
 
 @triton.jit
@@ -240,7 +242,7 @@ def table(ptx: bool, device: torch.device) -> Tensor:
 @triton.jit
 def _tile(row, blocks, NB: tl.constexpr):
     """Offsets, masks and block numbers of a tile of a tensor whose blocks restart every `row`."""
-    per_row = (row + BLOCK - 1) // BLOCK
+    per_row = (row - 1) // BLOCK + 1  # of a row that is an int32 just below 2**31, too
     block = tl.program_id(0).to(tl.int64) * NB + tl.arange(0, NB)
     inside = block < blocks
     line = block // per_row

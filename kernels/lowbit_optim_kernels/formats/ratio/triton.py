@@ -127,13 +127,13 @@ def ratio_scale(ratio, LEVELS: tl.constexpr, PTX: tl.constexpr):
 def ratio_code(ratio, scale, bits, LEVELS: tl.constexpr, ZERO: tl.constexpr,
                DITHERED: tl.constexpr, PTX: tl.constexpr):  # fmt: skip
     """2**23 + ZERO + the code."""
-    y = ratio * inverse_of(scale, PTX)
+    inverse = inverse_of(scale, PTX)
     if DITHERED:
-        code = rounded(y, bits, ZERO, True, PTX)
+        code = rounded(ratio * inverse, bits, ZERO, True, PTX)
         return tl.minimum(tl.maximum(code, INTEGER + (ZERO - LEVELS)), INTEGER + (ZERO + LEVELS))
     else:  # noqa: RET505
         # To nearest even, as it is added. At most LEVELS and a quarter: bf16 has 8 bits.
-        return y + (INTEGER + ZERO)
+        return tl.fma(ratio, inverse, INTEGER + ZERO)
 
 
 @triton.jit
@@ -188,7 +188,7 @@ def decode(codes, scales, tables, MOMENTS: tl.constexpr, PTX: tl.constexpr):
 
 
 @triton.jit
-def scales(moments, MOMENTS: tl.constexpr, PTX: tl.constexpr):
+def scales(moments, MOMENTS: tl.constexpr, ALIGN: tl.constexpr, PTX: tl.constexpr):
     out = ()
     for k in tl.static_range(len(MOMENTS)):
         if MOMENTS[k][ROLE] == IS_SQUARE:
