@@ -1,5 +1,6 @@
 """What a step found is used reused only while it holds: every change between steps must be seen."""
 
+import gc
 import weakref
 
 import pytest
@@ -259,3 +260,17 @@ def test_gradients_are_not_kept():
         alive = [weakref.ref(p.grad) for p in all_parameters(optimizer)]
         optimizer.zero_grad(set_to_none=True)
         assert [ref() for ref in alive] == [None] * len(SHAPES)
+
+
+def test_copies_are_gone_after_the_step():
+    """A channels_last model would otherwise keep more beside its weights than 8 bits save."""
+    shape = (6, 53, 3, 3)  # no other test's
+    p = torch.nn.Parameter(torch.randn(shape).contiguous(memory_format=torch.channels_last))
+    p.grad = torch.randn_like(p)
+    optimizer = lowbit_optim.AdamW8bit([p], min_8bit_size=1)
+    optimizer.step()
+    p.grad = None
+    gc.collect()
+    tensors = [x for x in gc.get_objects() if type(x) in (torch.Tensor, torch.nn.Parameter)]
+    memory = {x.data_ptr() for x in tensors if x.shape == shape and x.dtype == torch.float32}
+    assert memory == {p.data_ptr()}
