@@ -7,6 +7,7 @@ NumPy instead.
 import ast
 import inspect
 import itertools
+import math
 import re
 from functools import lru_cache
 from pathlib import Path
@@ -127,7 +128,8 @@ class Recorder:
             "set_cell_f64": lambda *_: None, "take": self.take, "number_of": None,
             "INFINITY": np.float32("inf"), "f32": np.float32, "abs": np.abs, "sign": np.sign,
             "sqrt": np.sqrt, "where": np.where, "maximum": np.maximum, "minimum": np.minimum,
-            "finite": np.isfinite, "only_finite": lambda x: x, "splat": lambda x: np.full(16, x),
+            "finite": np.isfinite, "isfinite": math.isfinite, "only_finite": lambda x: x,
+            "splat": lambda x: np.full(16, x),
             "rounded": np.multiply, "fused": lambda x, y, z: x * y + z, "total": np.sum,
             "highest": np.max,
             "reach": lambda top, x: np.maximum(top, np.abs(x)),

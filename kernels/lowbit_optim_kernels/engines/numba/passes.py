@@ -25,6 +25,8 @@ format's, so `weight_place` is 64 times the number of the one where the run begi
 
 from __future__ import annotations
 
+from math import isfinite
+
 from numpy import float32 as f32
 
 from .dither import block_bits, random_bits, stream_key
@@ -157,6 +159,29 @@ def update_blocks():
             update_elements()
 
 
+def add_terms():
+    """Sums of terms from `first_summed` to `end`; `only` asks for finite ones."""
+    for x in TERMS:
+        lanes[x] = splat(f32(0.0))
+    for start in range(first_summed, end, BLOCK):
+        stop = start + BLOCK if start + BLOCK < n else n
+        if MOMENTS:
+            read_block()
+        for j in range(start, stop, 16):
+            compute()
+            for x in TERMS:
+                lanes[x] = lanes[x] + (only_finite(x.value) if only else x.value)
+    for x in TERMS:
+        run_sum[x] = total(lanes[x])
+
+
+def mend_sums():
+    """What is not finite is left out; nearly always all are, as their sums are then."""
+    if not all(isfinite(run_sum[x]) for x in TERMS):
+        for only in (True,):
+            add_terms()
+
+
 def reduce_blocks():
     """Sums of terms; of finite ones, lest one bad gradient spoil its tensor's norm.
 
@@ -166,19 +191,13 @@ def reduce_blocks():
     for x in TERMS:
         block_sum[x] = 0.0
     for first_summed in range(0, n, SUMMED):
-        for x in TERMS:
-            lanes[x] = splat(f32(0.0))
         end = first_summed + SUMMED if first_summed + SUMMED < n else n
-        for start in range(first_summed, end, BLOCK):
-            stop = start + BLOCK if start + BLOCK < n else n
-            if MOMENTS:
-                read_block()
-            for j in range(start, stop, 16):
-                compute()
-                for x in TERMS:
-                    lanes[x] = lanes[x] + (only_finite(x.value) if FINITE else x.value)
+        for only in (False,):
+            add_terms()
+        if FINITE:
+            mend_sums()
         for x in TERMS:
-            block_sum[x] += total(lanes[x])
+            block_sum[x] += run_sum[x]
 
 
 def run_chunks():
