@@ -60,7 +60,7 @@ def known_weights(
     entry = known.get(architecture(config) or "")
     if entry is None or entry.kind != config.get("model_type") or "quantization_config" in config:
         return None
-    if not has_sizes(config, entry.sizes, (*entry.optional, *(key for key, _ in HEADS))):
+    if not _has_sizes(config, entry.sizes, (*entry.optional, *(key for key, _ in HEADS))):
         return None
     for heads, width in HEADS:
         if width in entry.sizes and config[width] % (config.get(heads) or 1):
@@ -78,7 +78,7 @@ def architecture(config: Config) -> str | None:
     return name if isinstance(name, str) else None
 
 
-def has_sizes(config: Config, keys: tuple[str, ...], optional: tuple[str, ...] = ()) -> bool:
+def _has_sizes(config: Config, keys: tuple[str, ...], optional: tuple[str, ...]) -> bool:
     """Whether a configuration has a positive number under each key, or nothing where optional."""
     there = (*keys, *(key for key in optional if config.get(key) is not None))
     return all(type(config.get(key)) is int and config[key] > 0 for key in there)

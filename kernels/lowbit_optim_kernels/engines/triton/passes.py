@@ -100,7 +100,7 @@ def tensor_and_kind(work, KINDS: tl.constexpr):
     entry = tl.load(work + WORK * tl.program_id(0))
     if len(KINDS) == 1:
         return entry.to(tl.int64), entry
-    else:  # noqa: RET505
+    else:  # noqa: RET505 (Triton takes a second return only in the other branch)
         return (entry % NUMBER).to(tl.int64), entry // NUMBER
 
 
@@ -169,7 +169,7 @@ def moved(p, u, shrink, rate, LITERAL: tl.constexpr):
     """The new weights; a shrink that is a LITERAL is 1, and the compiler drops it."""
     if LITERAL:
         return fused(negative(u), rate, shrink * p)
-    else:  # noqa: RET505
+    else:  # noqa: RET505 (Triton takes a second return only in the other branch)
         return fused(shrink, p, negative(u * rate))
 
 
