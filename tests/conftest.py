@@ -36,10 +36,12 @@ def arguments_of(item):
     return getattr(getattr(item, "callspec", None), "params", {})
 
 
-def runs_triton(item):
-    """Whether a test whose mark speaks of Triton is one on Triton: all are that name no engine."""
-    engines = set(ENGINES).intersection(map(str, arguments_of(item).values()))
-    return not engines or "triton" in engines
+def running(engine, items):
+    """The tests on an engine among some whose marks speak of it: all are that name no engine."""
+    for item in items:
+        engines = set(ENGINES).intersection(map(str, arguments_of(item).values()))
+        if not engines or engine in engines:
+            yield item
 
 
 def covering(items, *names):
@@ -62,18 +64,26 @@ def covering(items, *names):
         yield chosen
 
 
-def spare_the_interpreter(items):
-    """Mark as slow what is too much for Triton's interpreter, all of a test or all but a few."""
-    spared = {}
-    for item in filter(runs_triton, items):
-        few = item.get_closest_marker("few_if_interpreted")
+def slow_but_few(items, mark):
+    """Mark tests that have this mark as slow, but for those that cover its arguments' values."""
+    alike = {}
+    for item in items:
+        few = item.get_closest_marker(mark)
         if few:
             test = item.nodeid.partition("[")[0]
-            spared.setdefault((test, few.args), []).append(item)
-        elif item.get_closest_marker("slow_if_interpreted"):
-            item.add_marker(pytest.mark.slow)
-    for (_, arguments), test in spared.items():
+            alike.setdefault((test, few.args), []).append(item)
+    for (_, arguments), test in alike.items():
         for item in set(test).difference(covering(test, *arguments)):
+            item.add_marker(pytest.mark.slow)
+
+
+def spare_the_interpreter(items):
+    """Mark as slow what is too much for Triton's interpreter, all of a test or all but a few."""
+    on_triton = list(running("triton", items))
+    slow_but_few(on_triton, "few_if_interpreted")
+    for item in on_triton:
+        few = item.get_closest_marker("few_if_interpreted")
+        if not few and item.get_closest_marker("slow_if_interpreted"):
             item.add_marker(pytest.mark.slow)
 
 
@@ -88,6 +98,7 @@ def pytest_collection_modifyitems(items):
     """Marks that depend on the machine."""
     if not torch.cuda.is_available():
         spare_the_interpreter(items)
+    slow_but_few(running("numba", items), "few_if_compiled")
     if numba_lacks_half():  # that warning is no error; test_numba_portable asks for it
         expected = pytest.mark.filterwarnings(f"ignore:.*{WITHOUT_HALF}:RuntimeWarning")
         for item in items:

@@ -95,6 +95,7 @@ def test_every_case_on_numba(case, bits):
 @BITS
 @CLASSES
 @pytest.mark.slow_if_interpreted
+@pytest.mark.few_if_compiled("case", "dtype", "bits")
 def test_half_precision(compiled, case, bits, dtype):
     engine, device = compiled
     shapes = [(4, 257), (300,), (7,), ()]

@@ -24,7 +24,7 @@ def test_sharded_times_every_pair(tmp_path):
     assert result.exit_code == 0, result.output
     written = json.loads((tmp_path / "sharded.json").read_text())
     assert 0 <= written["verified"]["LAMB8bit"] <= verify.LIMIT_8
-    assert [pair["case"] for pair in written["pairs"]] == ["fp32", "bf16"]
+    assert [pair["case"] for pair in written["pairs"]] == ["fp32", "bf16", "coded"]
     for pair in written["pairs"]:
         assert pair["ranks"] == 1
         assert pair["ratio"]["median"] == pytest.approx(

@@ -139,8 +139,3 @@ def hyper_names(rule: Rule) -> list[str]:
     for fn in (*scalar_functions(rule), *element_functions(rule)):
         names.update(dict.fromkeys(name for name in reads(fn) if name not in given))
     return list(names)
-
-
-def indent(lines: Iterable[str], spaces: int) -> str:
-    """Lines of code, indented, as one text."""
-    return "\n".join(" " * spaces + line for line in lines)
