@@ -194,7 +194,8 @@ def test_registry_row_builds_and_is_what_its_name_says(name):
     entry = registry.REGISTRY[name]
     for other in (entry.twin, entry.fused, entry.foreach):
         assert other is None or other in registry.REGISTRY
-    assert verify.verify(entry, entry.learning_rate("mnist"), CPU) >= 0
+    with lowbit_optim.use_engine("torch"):  # which has nothing to compile
+        assert verify.verify(entry, entry.learning_rate("mnist"), CPU) >= 0
 
 
 def test_every_optimizer_has_a_row():

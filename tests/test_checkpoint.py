@@ -22,6 +22,8 @@ from protocol import (
 )
 
 FLOATS = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
+# All on the one that compiles nothing; on the one that would be chosen those that `make test` has.
+ENGINES = pytest.mark.parametrize("engine", ["torch", "auto"])
 
 
 def saved_and_loaded(state_dict, **options):
@@ -50,7 +52,9 @@ def plain(tree):
 
 @CLASSES
 @BITS
-def test_state_dict_is_plain_data(case, bits):
+@ENGINES
+@pytest.mark.few_if_compiled("case", "bits")
+def test_state_dict_is_plain_data(engine, case, bits):
     optimizer = train(build(case, bits, parameters(), percentile_clipping=50), 2)
     saved = optimizer.state_dict()
     assert plain(saved)
@@ -69,7 +73,9 @@ def test_state_dict_is_plain_data(case, bits):
 @CLASSES
 @BITS
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
-def test_training_resumes_bit_for_bit(case, bits, dtype):
+@ENGINES
+@pytest.mark.few_if_compiled("case", "dtype", "bits")
+def test_training_resumes_bit_for_bit(engine, case, bits, dtype):
     """Odd shapes, so that rows end in short blocks."""
     shapes, options = [(3, 300), (257,), ()], {"percentile_clipping": 50}
     straight = train(build(case, bits, parameters(dtype, shapes), **options), 3)

@@ -203,6 +203,7 @@ def test_a_bad_gradient_element_damages_only_itself(engine, device, name, option
 
 @CLASSES
 @BITS
+@pytest.mark.few_if_compiled("name", "bits")
 def test_max_unorm_bounds_the_update(engine, device, name, bits):
     options = {"max_unorm": 0.01, "lr": 0.1, "weight_decay": 0.0}
     p = parameter(device=device)

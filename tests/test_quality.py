@@ -84,6 +84,7 @@ def test_lars8bit_caps_the_movement_at_two_percent(engine, device):
     ids=lambda case: case.id,
 )
 @pytest.mark.few_if_interpreted("case")
+@pytest.mark.few_if_compiled("case")
 def test_a_weight_without_gradient_never_moves(engine, device, case):
     """bitsandbytes' CPU quantizer maps 0 to another number, and so moves such weights."""
     generator = torch.Generator().manual_seed(0)
