@@ -13,6 +13,7 @@ from lowbit_optim_kernels import dither, weights
 from protocol import identical, train
 
 EXTRA = {16: 0, 24: 8, 32: 16}
+SHAPES = ((64, 147), (3, 300), (257,), (5,))
 KEY = "master_residual"
 
 
@@ -94,7 +95,12 @@ def test_dither_averages_to_the_weight():
     assert abs(float(p.double().mean()) - float(np.float32(1.001))) < 2e-6
 
 
-def bf16_parameters(device, shapes=((64, 147), (3, 300), (257,), (5,))):
+def shapes_on(engine):
+    """Short and whole blocks, of rows and of vectors; few where each is interpreted."""
+    return ((3, 300), (5,)) if engine == "triton" else SHAPES
+
+
+def bf16_parameters(device, shapes=SHAPES):
     generator = torch.Generator().manual_seed(0)
     made = [torch.randn(shape, generator=generator).bfloat16().to(device) for shape in shapes]
     return [torch.nn.Parameter(x) for x in made]
@@ -107,7 +113,7 @@ def test_32_bits_are_fp32_training(engine, device, name):
     options = {"lr": 0.01, "weight_decay": 0.1, "min_8bit_size": 1}
     if name[0] in "SL" and "LAMB" not in name:
         options["momentum"] = 0.9
-    narrow, wide = bf16_parameters(device), bf16_parameters(device)
+    narrow, wide = (bf16_parameters(device, shapes_on(engine)) for _ in range(2))
     wide = [torch.nn.Parameter(p.detach().float()) for p in wide]
     cls = getattr(lowbit_optim, name)
     ours, fp32 = cls(narrow, master_weight_bits=32, **options), cls(wide, **options)
@@ -126,7 +132,7 @@ def test_32_bits_are_fp32_training(engine, device, name):
 @pytest.mark.parametrize("bits", [16, 24, 32, "auto"])
 @pytest.mark.parametrize("name", ["AdamW8bit", "SGD8bit", "Cain8bit"])
 def test_lr_0_moves_nothing(engine, device, name, bits):
-    params = bf16_parameters(device)
+    params = bf16_parameters(device, shapes_on(engine))
     start = [p.detach().clone() for p in params]
     optimizer = getattr(lowbit_optim, name)(
         params, lr=0.0, min_8bit_size=1, master_weight_bits=bits
@@ -245,9 +251,8 @@ def test_a_checkpoint_of_other_bits(before, after):
 
 
 def test_a_run_goes_on_bit_for_bit(engine, device):
-    shapes = ((3, 300), (5,)) if engine == "triton" else ((64, 147), (3, 300), (257,), (5,))
     for bits in ("auto", 24, 32):
-        params = bf16_parameters(device, shapes)
+        params = bf16_parameters(device, shapes_on(engine))
         options = {"master_weight_bits": bits, "min_8bit_size": 1}
         straight = train(lowbit_optim.AdamW8bit(params, **options), 2)
         copies = [torch.nn.Parameter(p.detach().clone()) for p in params]
