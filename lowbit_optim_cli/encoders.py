@@ -1,26 +1,15 @@
-"""Weights of common encoders by their configuration alone: as `decoders`."""
+"""Weights of common encoders by their configuration alone: as `known` says."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
-from .decoders import Config, Known, Named, architecture, known_weights, linear, pair
-from .footprint import Weight
+from .known import Config, Known, Named, architecture, linear, pair
 
 SIZES = "hidden_size", "intermediate_size", "num_hidden_layers"
 BERT = (*SIZES, "vocab_size", "max_position_embeddings", "type_vocab_size")
 DISTILBERT = ("dim", "hidden_dim", "n_layers", "vocab_size", "max_position_embeddings")
 VIT = (*SIZES, "image_size", "patch_size")
-
-
-def weights_of(config: Config, dtype: str) -> tuple[Weight, ...] | None:
-    """The weights of a configuration's model in the model's order; None if it is not known here."""
-    return known_weights(KNOWN, config, dtype) if _whole_labels(config) else None
-
-
-def _whole_labels(config: Config) -> bool:
-    labels, count = config.get("id2label"), config.get("num_labels")
-    return labels is None or (isinstance(labels, dict) and count in (None, len(labels)))
 
 
 def _labels(config: Config) -> int:

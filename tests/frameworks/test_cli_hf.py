@@ -39,6 +39,22 @@ VIT = {"model_type": "vit", "architectures": ["ViTForImageClassification"], "ima
 DISTILBERT = {"model_type": "distilbert", "dim": 96, "hidden_dim": 200, "n_layers": 2, "n_heads": 4,
               "vocab_size": 500, "max_position_embeddings": 64}  # fmt: skip
 
+SMALL = {**ENCODER, "num_key_value_heads": 2, "vocab_size": 500, "head_dim": 24, "pad_token_id": 0,
+         "eos_token_id": 1, "bos_token_id": 1}  # fmt: skip
+EXPERTS = {"num_local_experts": 3, "num_experts": 3, "moe_intermediate_size": 72,
+           "shared_expert_intermediate_size": 56}  # fmt: skip
+BIASED = {**EXPERTS, "attention_bias": True, "mlp_bias": True, "head_dim": 32,
+          "tie_word_embeddings": True}  # fmt: skip
+OPT = {"model_type": "opt", "architectures": ["OPTForCausalLM"], "vocab_size": 500,
+       "hidden_size": 96, "ffn_dim": 200, "num_hidden_layers": 2, "num_attention_heads": 4,
+       "max_position_embeddings": 64}  # fmt: skip
+T5 = {"vocab_size": 500, "d_model": 96, "d_kv": 16, "d_ff": 200, "num_layers": 2, "num_heads": 4,
+      "relative_attention_num_buckets": 32}  # fmt: skip
+BART = {"vocab_size": 500, "d_model": 96, "max_position_embeddings": 64, "encoder_layers": 2,
+        "encoder_ffn_dim": 200, "encoder_attention_heads": 4, "decoder_layers": 3,
+        "decoder_ffn_dim": 160, "decoder_attention_heads": 2, "num_mel_bins": 80,
+        "max_source_positions": 150, "max_target_positions": 44, "pad_token_id": 1}  # fmt: skip
+
 
 @pytest.fixture
 def folder(tmp_path):
@@ -77,6 +93,24 @@ VARIANTS = [
     ),
     {**ENCODER, "model_type": "gpt_neox", "architectures": ["GPTNeoXForCausalLM"],
      "vocab_size": 500},
+    *({**SMALL, **EXPERTS, "model_type": kind, "architectures": [f"{name}ForCausalLM"]}
+      for kind, name in (
+          ("mixtral", "Mixtral"), ("qwen2_moe", "Qwen2Moe"), ("qwen3_moe", "Qwen3Moe"),
+          ("gpt_oss", "GptOss"), ("olmo2", "Olmo2"), ("olmo3", "Olmo3"), ("smollm3", "SmolLM3"),
+          ("granite", "Granite"), ("cohere", "Cohere"), ("cohere2", "Cohere2"), ("phi", "Phi"))),
+    *({**SMALL, **BIASED, "model_type": kind, "architectures": [f"{name}ForCausalLM"]}
+      for kind, name in (
+          ("mixtral", "Mixtral"), ("qwen3_moe", "Qwen3Moe"), ("gpt_oss", "GptOss"),
+          ("olmo2", "Olmo2"), ("smollm3", "SmolLM3"), ("granite", "Granite"), ("cohere", "Cohere"),
+          ("cohere2", "Cohere2"))),
+    OPT,
+    {**OPT, "word_embed_proj_dim": 64, "do_layer_norm_before": False},
+    *({**T5, "model_type": kind, "architectures": [f"{kind.upper()}ForConditionalGeneration"]}
+      for kind in ("t5", "mt5", "umt5")),
+    {**T5, "model_type": "t5", "architectures": ["T5ForConditionalGeneration"],
+     "feed_forward_proj": "gated-gelu", "tie_word_embeddings": False, "num_decoder_layers": 3},
+    *({**BART, "model_type": kind, "architectures": [f"{name}ForConditionalGeneration"]}
+      for kind, name in (("bart", "Bart"), ("mbart", "MBart"), ("whisper", "Whisper"))),
     {**ENCODER, **VIT},
     {**ENCODER, **VIT, "qkv_bias": False, "num_channels": 1, "patch_size": 32,
      "id2label": {str(i): f"kind {i}" for i in range(10)}},
@@ -101,6 +135,10 @@ def test_shapes_that_are_written_down_are_those_of_transformers(folder, config):
         {**DISTILBERT, "architectures": ["DistilBertForMaskedLM"], "sinusoidal_pos_embds": True},
         {**ENCODER, "model_type": "gpt_neox", "architectures": ["GPTNeoXForCausalLM"],
          "vocab_size": 500, "attention_bias": False, "tie_word_embeddings": True},
+        {**SMALL, **EXPERTS, "model_type": "qwen3_moe", "architectures": ["Qwen3MoeForCausalLM"],
+         "mlp_only_layers": [0]},
+        {**SMALL, "model_type": "cohere", "architectures": ["CohereForCausalLM"],
+         "use_qk_norm": True},
     ],
 )  # fmt: skip
 def test_unusual_configurations_are_built(folder, config):
