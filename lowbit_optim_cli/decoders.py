@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
-from .known import Config, Known, Named, linear, pair
+from .known import Config, Known, Named, architecture, labels, linear, pair
 
 BODY = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers")
 SIZES = (*BODY, "num_attention_heads", "num_key_value_heads")
@@ -73,13 +74,22 @@ UNUSUAL: dict[str, dict[str, Any]] = {
 
 
 def _llama(config: Config) -> Named:
-    """Llama (Touvron et al., arXiv:2302.13971) and its kin."""
+    """Llama (Touvron et al., arXiv:2302.13971) and its kin, with a head or none."""
+    kin, name = LLAMAS[config["model_type"]], str(architecture(config))
+    vocabulary, width = config["vocab_size"], config["hidden_size"]
+    yield from _llama_body(config, kin, "" if name.endswith("Model") else "model.")
+    if name.endswith("ForSequenceClassification"):
+        yield "score.weight", (labels(config), width)
+    elif name.endswith("ForCausalLM") and not config.get("tie_word_embeddings", kin.tied):
+        yield "lm_head.weight", (vocabulary, width)
+
+
+def _llama_body(config: Config, kin: Kin, model: str) -> Named:
     vocabulary, width, inner, layers, *_ = (config[key] for key in SIZES)
     kind = config["model_type"]
-    kin = LLAMAS[kind]
-    yield "model.embed_tokens.weight", (vocabulary, width)
+    yield f"{model}embed_tokens.weight", (vocabulary, width)
     for i in range(layers):
-        layer = f"model.layers.{i}"
+        layer = f"{model}layers.{i}"
         yield from _attention(config, f"{layer}.self_attn", kin)
         if kind in EXPERTS:
             yield from _experts(config, f"{layer}.mlp")
@@ -91,9 +101,7 @@ def _llama(config: Config) -> Named:
             yield from _perceptron(f"{layer}.mlp", width, inner, biased)
         for norm in kin.norms:
             yield f"{layer}.{norm}_layernorm.weight", (width,)
-    yield "model.norm.weight", (width,)
-    if not config.get("tie_word_embeddings", kin.tied):
-        yield "lm_head.weight", (vocabulary, width)
+    yield f"{model}norm.weight", (width,)
 
 
 def _attention(config: Config, name: str, kin: Kin) -> Named:
@@ -215,6 +223,15 @@ def _gpt_neox(config: Config) -> Named:
     yield "lm_head.weight", (vocabulary, width)
 
 
+def _classes(kind: str, kin: Kin) -> Iterator[str]:
+    """The classes of transformers that are known of a kind."""
+    yield f"{kin.name}ForCausalLM"
+    base = "Gemma3Text" if kind == "gemma3_text" else kin.name
+    yield f"{base}Model"
+    if kind not in ("granite", "cohere", "cohere2"):
+        yield f"{base}ForSequenceClassification"
+
+
 KNOWN = {
     "GPT2LMHeadModel": Known("gpt2", _gpt2, GPT2, {"n_inner": None, "tie_word_embeddings": True}),
     "GPTNeoXForCausalLM": Known(
@@ -230,9 +247,11 @@ KNOWN = {
         ("word_embed_proj_dim",),
     ),
     **{
-        f"{kin.name}ForCausalLM": Known(
-            kind, _llama, (*SIZES, *EXPERTS.get(kind, ())), UNUSUAL.get(kind, {}), ("head_dim",)
+        name: Known(
+            kind, _llama, (*SIZES, *EXPERTS.get(kind, ())), UNUSUAL.get(kind, {}),
+            ("head_dim", "num_labels"),
         )
         for kind, kin in LLAMAS.items()
+        for name in _classes(kind, kin)
     },
 }  # fmt: skip

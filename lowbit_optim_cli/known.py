@@ -17,7 +17,8 @@ Config = dict[str, Any]
 Named = Iterator[tuple[str, tuple[int, ...]]]
 EMBEDDINGS = (
     "embed_tokens.weight", "embed_in.weight", "embed_positions.weight", "wte.weight", "wpe.weight",
-    "_embeddings.weight", "relative_attention_bias.weight", "shared.weight",
+    "_embeddings.weight", "shared.weight", "lm_head.decoder.weight",
+    "relative_attention_bias.weight",
 )  # fmt: skip
 HEADS = (
     ("num_attention_heads", "hidden_size"), ("n_head", "n_embd"), ("n_heads", "dim"),
@@ -102,3 +103,8 @@ def pair(name: str, *shape: int) -> Named:
     """A weight and a bias of its last size: of a norm, or of a layer whose weight is (in, out)."""
     yield f"{name}.weight", shape
     yield f"{name}.bias", shape[-1:]
+
+
+def labels(config: Config) -> int:
+    """How many classes there are."""
+    return len(config["id2label"]) if config.get("id2label") else config.get("num_labels") or 2

@@ -7,7 +7,8 @@ import torch
 import transformers
 
 from footprint_models import MODELS
-from lowbit_optim_cli.models import read_model
+from lowbit_optim_cli import encoders
+from lowbit_optim_cli.models import KNOWN, read_model
 from test_cli_estimate import estimated, refused
 
 LLAMA = {
@@ -81,15 +82,15 @@ VARIANTS = [
      "head_dim": 64, "attention_bias": True},
     {**CONFIGS["Llama 8B"], "model_type": "phi3", "architectures": ["Phi3ForCausalLM"],
      "pad_token_id": None},
-    {**ENCODER, **BERT, "architectures": ["BertForMaskedLM"]},
-    {**ENCODER, **BERT, "architectures": ["BertForSequenceClassification"]},
     {**ENCODER, **BERT, "architectures": ["BertForSequenceClassification"], "num_labels": 5},
     *(
-        {**sizes, "architectures": [f"{name}For{head}"]}
+        {**sizes, "architectures": [name + task]}
         for name, sizes in (
-            ("Roberta", {**ENCODER, **BERT, "model_type": "roberta"}), ("DistilBert", DISTILBERT),
+            ("Bert", {**ENCODER, **BERT}), ("DistilBert", DISTILBERT),
+            ("Roberta", {**ENCODER, **BERT, "model_type": "roberta"}),
+            ("XLMRoberta", {**ENCODER, **BERT, "model_type": "xlm-roberta"}),
         )
-        for head in ("MaskedLM", "SequenceClassification")
+        for task in encoders.TASKS
     ),
     {**ENCODER, "model_type": "gpt_neox", "architectures": ["GPTNeoXForCausalLM"],
      "vocab_size": 500},
@@ -111,6 +112,13 @@ VARIANTS = [
      "feed_forward_proj": "gated-gelu", "tie_word_embeddings": False, "num_decoder_layers": 3},
     *({**BART, "model_type": kind, "architectures": [f"{name}ForConditionalGeneration"]}
       for kind, name in (("bart", "Bart"), ("mbart", "MBart"), ("whisper", "Whisper"))),
+    *({**SMALL, "model_type": kind, "architectures": [name]}
+      for kind, name in (
+          ("llama", "LlamaModel"), ("llama", "LlamaForSequenceClassification"),
+          ("qwen3", "Qwen3Model"), ("gemma3_text", "Gemma3TextModel"), ("cohere", "CohereModel"))),
+    {**SMALL, **EXPERTS, "model_type": "gpt_oss", "num_labels": 1,
+     "architectures": ["GptOssForSequenceClassification"]},
+    {**ENCODER, **VIT, "architectures": ["ViTModel"], "pooler_output_size": 40},
     {**ENCODER, **VIT},
     {**ENCODER, **VIT, "qkv_bias": False, "num_channels": 1, "patch_size": 32,
      "id2label": {str(i): f"kind {i}" for i in range(10)}},
@@ -126,6 +134,10 @@ def test_shapes_that_are_written_down_are_those_of_transformers(folder, config):
     written, built = read_model(path), read_model(path, build=True)
     assert written.weights == built.weights
     assert (written.build is None) == ("n_inner" not in config)
+
+
+def test_classes_that_are_written_down_are_those_of_transformers():
+    assert [name for name in KNOWN if not hasattr(transformers, name)] == []
 
 
 @pytest.mark.parametrize(
