@@ -57,7 +57,7 @@ def known_weights(
         dtype: of all weights.
     """
     entry = known.get(architecture(config) or "")
-    if entry is None or entry.kind != config.get("model_type") or "quantization_config" in config:
+    if entry is None or entry.kind != config.get("model_type"):
         return None
     if not _has_sizes(config, entry.sizes, (*entry.optional, *(key for key, _ in HEADS))):
         return None

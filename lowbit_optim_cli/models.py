@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -126,10 +126,15 @@ def _of_config(path: Path, dtype: str | None, build: bool) -> Model:
     own = dtype or TORCH_DTYPES.get(str(config.get("dtype") or config.get("torch_dtype")), "fp32")
     weights = None if build else known_weights(KNOWN, config, own)
     if weights is not None:
-        return Model(str(path), weights, config=config)
-    from . import meta
+        model = Model(str(path), weights, config=config)
+    else:
+        from . import meta
 
-    return meta.of_config(path, config, own)
+        model = meta.of_config(path, config, own)
+    if config.get("quantization_config"):
+        note = f"The configuration's quantization is left out: all weights are trained, in {own}"
+        model = replace(model, notes=(note, *model.notes))
+    return model
 
 
 def _check_sizes(path: Path, config: dict[str, Any]) -> None:

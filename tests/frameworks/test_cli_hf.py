@@ -157,6 +157,15 @@ def test_unusual_configurations_are_built(folder, config):
     assert read_model(str(folder(config))).build is not None
 
 
+def test_a_quantization_is_left_out(folder):
+    config = {**SMALL, **EXPERTS, "model_type": "gpt_oss", "architectures": ["GptOssForCausalLM"]}
+    whole = read_model(str(folder(config)))
+    path = str(folder({**config, "quantization_config": {"quant_method": "mxfp4"}}))
+    for model in (read_model(path), read_model(path, build=True)):
+        assert model.weights == whole.weights
+        assert "quantization is left out" in model.notes[0]
+
+
 @pytest.mark.parametrize("name", CONFIGS)
 def test_a_configuration_has_the_weights_of_its_model(folder, name):
     model = read_model(str(folder(CONFIGS[name])))
