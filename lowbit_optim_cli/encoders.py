@@ -6,10 +6,11 @@ from .known import Config, Known, Named, architecture, labels, linear, pair
 
 SIZES = "hidden_size", "intermediate_size", "num_hidden_layers"
 BERT = (*SIZES, "vocab_size", "max_position_embeddings", "type_vocab_size")
+MODERNBERT = (*SIZES, "vocab_size")
 DISTILBERT = ("dim", "hidden_dim", "n_layers", "vocab_size", "max_position_embeddings")
 VIT = (*SIZES, "image_size", "patch_size")
 BASES = {"bert": "bert", "roberta": "roberta", "xlm-roberta": "roberta", "distilbert": "distilbert",
-         "vit": "vit"}  # fmt: skip
+         "modernbert": "model", "vit": "vit"}  # fmt: skip
 TASKS = ("Model", "ForMaskedLM", "ForSequenceClassification", "ForTokenClassification",
          "ForQuestionAnswering")  # fmt: skip
 
@@ -37,9 +38,12 @@ def _is(config: Config, *tasks: str) -> bool:
 
 def _head(config: Config) -> Named:
     kind, width = config["model_type"], config.get("hidden_size") or config["dim"]
+    if kind == "modernbert":
+        yield "head.dense.weight", (width, width)
+        yield "head.norm.weight", (width,)
     if _is(config, "ForMaskedLM"):
         yield from _masked_head(kind, width, config["vocab_size"])
-    elif _is(config, "ForQuestionAnswering"):
+    elif _is(config, "ForQuestionAnswering") and kind != "modernbert":
         yield from linear("qa_outputs", labels(config), width)
     elif not _is(config, "ForSequenceClassification"):
         yield from linear("classifier", labels(config), width)
@@ -62,6 +66,8 @@ def _masked_head(kind: str, width: int, vocabulary: int) -> Named:
         yield "cls.predictions.bias", (vocabulary,)
         yield from linear("cls.predictions.transform.dense", width, width)
         yield from pair("cls.predictions.transform.LayerNorm", width)
+    elif kind == "modernbert":
+        yield "decoder.bias", (vocabulary,)
     else:
         yield "lm_head.bias", (vocabulary,)
         yield from linear("lm_head.dense", width, width)
@@ -119,6 +125,22 @@ def _distilbert(config: Config) -> Named:
         yield from pair(f"{layer}.output_layer_norm", width)
 
 
+def _modernbert(config: Config) -> Named:
+    """ModernBERT (Warner et al., arXiv:2412.13663), without biases."""
+    width, inner, layers, vocabulary = (config[key] for key in MODERNBERT)
+    yield "embeddings.tok_embeddings.weight", (vocabulary, width)
+    yield "embeddings.norm.weight", (width,)
+    for i in range(layers):
+        if i:
+            yield f"layers.{i}.attn_norm.weight", (width,)
+        yield f"layers.{i}.attn.Wqkv.weight", (3 * width, width)
+        yield f"layers.{i}.attn.Wo.weight", (width, width)
+        yield f"layers.{i}.mlp_norm.weight", (width,)
+        yield f"layers.{i}.mlp.Wi.weight", (2 * inner, width)
+        yield f"layers.{i}.mlp.Wo.weight", (width, inner)
+    yield "final_norm.weight", (width,)
+
+
 def _vit(config: Config) -> Named:
     """The vision transformer (Dosovitskiy et al., arXiv:2010.11929)."""
     width, inner, layers, image, patch = (config[key] for key in VIT)
@@ -145,8 +167,9 @@ def _vit(config: Config) -> Named:
 
 
 BODIES = {"bert": _bert, "roberta": _roberta, "xlm-roberta": _roberta, "distilbert": _distilbert,
-          "vit": _vit}  # fmt: skip
+          "modernbert": _modernbert, "vit": _vit}  # fmt: skip
 TIED = {"tie_word_embeddings": True, "pruned_heads": {}}
+BARE = dict.fromkeys(("norm_bias", "attention_bias", "mlp_bias", "classifier_bias"), False)
 UNCROSSED = {"is_decoder": False, "add_cross_attention": False, **TIED}
 KNOWN = {
     **{
@@ -155,6 +178,8 @@ KNOWN = {
             ("Bert", "bert", BERT, UNCROSSED),
             ("Roberta", "roberta", BERT, UNCROSSED),
             ("XLMRoberta", "xlm-roberta", BERT, UNCROSSED),
+            ("ModernBert", "modernbert", MODERNBERT,
+             {**BARE, "decoder_bias": True, "tie_word_embeddings": True}),
             ("DistilBert", "distilbert", DISTILBERT, {"sinusoidal_pos_embds": False, **TIED}),
         )
         for task in TASKS

@@ -17,7 +17,7 @@ Config = dict[str, Any]
 Named = Iterator[tuple[str, tuple[int, ...]]]
 EMBEDDINGS = (
     "embed_tokens.weight", "embed_in.weight", "embed_positions.weight", "wte.weight", "wpe.weight",
-    "_embeddings.weight", "shared.weight", "lm_head.decoder.weight",
+    "_embeddings.weight", "tok_embeddings.weight", "shared.weight", "lm_head.decoder.weight",
     "relative_attention_bias.weight",
 )  # fmt: skip
 HEADS = (

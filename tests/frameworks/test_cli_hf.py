@@ -89,6 +89,8 @@ VARIANTS = [
             ("Bert", {**ENCODER, **BERT}), ("DistilBert", DISTILBERT),
             ("Roberta", {**ENCODER, **BERT, "model_type": "roberta"}),
             ("XLMRoberta", {**ENCODER, **BERT, "model_type": "xlm-roberta"}),
+            ("ModernBert", {**ENCODER, "vocab_size": 500, "model_type": "modernbert",
+                            "pad_token_id": 0}),
         )
         for task in encoders.TASKS
     ),
