@@ -60,7 +60,13 @@ def of_config(path: Path, config: dict[str, Any], dtype: str) -> Model:
         settings = transformers.CONFIG_MAPPING[config["model_type"]].from_dict(config)
     with quiet_imports():  # transformers imports a class when it is asked for it
         make = _class_of(config)
-    return _of_module(str(path), lambda: make(settings), dtype, config)
+
+    def build() -> nn.Module:
+        model: Any = make(settings)
+        model.tie_weights()  # transformers 5.0 leaves it undone on the meta device
+        return model
+
+    return _of_module(str(path), build, dtype, config)
 
 
 def _class_of(config: dict[str, Any]) -> Callable[[Any], nn.Module]:

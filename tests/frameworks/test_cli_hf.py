@@ -159,6 +159,14 @@ def test_unusual_configurations_are_built(folder, config):
     assert read_model(str(folder(config))).build is not None
 
 
+def test_weights_are_tied_where_transformers_leaves_it_undone(folder, monkeypatch):
+    path = str(folder({**CONFIGS["GPT-2 small"], **SIZES}))
+    monkeypatch.setattr(transformers.PreTrainedModel, "init_weights", lambda self: None)
+    model = read_model(path, build=True)
+    assert model.weights == read_model(path).weights
+    assert "1 weight shared by two modules, counted once" in model.notes
+
+
 def test_a_quantization_is_left_out(folder):
     config = {**SMALL, **EXPERTS, "model_type": "gpt_oss", "architectures": ["GptOssForCausalLM"]}
     whole = read_model(str(folder(config)))
