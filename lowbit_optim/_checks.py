@@ -236,6 +236,10 @@ def from_args(args: Any, name: str, otherwise: Any) -> Any:
 
 def replace_by_args(defaults: dict[str, Any], args: Any) -> None:
     """Let bitsandbytes' `args` replace the constructor's values."""
+    if args is not None and all(from_args(args, name, None) is None for name in ARGS):
+        raise TypeError(
+            f"args must be an object or a dict with any of {', '.join(ARGS)}; got {args!r}"
+        )
     for name in ARGS:
         defaults[name] = from_args(args, name, defaults[name])
 

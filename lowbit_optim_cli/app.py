@@ -266,6 +266,7 @@ def compare(
 
 
 def _there(path: Path) -> Path:
-    if not path.exists():
+    """A path that a checkpoint may be at; a device or a pipe may never end."""
+    if not (path.is_file() or path.is_dir()):
         raise Refused(f"there is no file or folder {str(path)!r}")
     return path

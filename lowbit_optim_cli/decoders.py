@@ -1,148 +1,194 @@
-"""Weights of common decoders by their configuration alone.
-
-Importing transformers and torch takes longer than an estimate may, so the shapes of a few decoders
-are written down here. The tests of frameworks compare them with what transformers builds; any other
-model, or a configuration with something unusual in it, is built by transformers itself.
-"""
+"""Weights of common decoders by their configuration alone: as `known` says."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
-from .footprint import Weight
+from .known import Config, Known, Named, architecture, labels, linear, pair
 
-Config = dict[str, Any]
-Named = Iterator[tuple[str, tuple[int, ...]]]
-LLAMAS = {
-    "LlamaForCausalLM": "llama", "MistralForCausalLM": "mistral", "Qwen2ForCausalLM": "qwen2",
-    "Qwen3ForCausalLM": "qwen3", "GemmaForCausalLM": "gemma", "Gemma2ForCausalLM": "gemma2",
-    "Gemma3ForCausalLM": "gemma3_text", "Phi3ForCausalLM": "phi3",
-}  # fmt: skip
-EMBEDDINGS = (
-    "embed_tokens.weight", "embed_in.weight", "wte.weight", "wpe.weight", "_embeddings.weight",
-)  # fmt: skip
-GEMMAS = "gemma", "gemma2", "gemma3_text"
-BIASED = "llama", "qwen3", *GEMMAS  # which `attention_bias` gives biases
 BODY = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers")
 SIZES = (*BODY, "num_attention_heads", "num_key_value_heads")
-HEADS = (("num_attention_heads", "hidden_size"), ("n_head", "n_embd"), ("n_heads", "dim"))
 GPT2 = ("vocab_size", "n_positions", "n_embd", "n_layer")
+OPT = ("vocab_size", "hidden_size", "ffn_dim", "num_hidden_layers", "max_position_embeddings",
+       "num_attention_heads")  # fmt: skip
+EXPERTS = {
+    "mixtral": ("num_local_experts",), "gpt_oss": ("num_local_experts",),
+    "qwen2_moe": ("num_experts", "moe_intermediate_size", "shared_expert_intermediate_size"),
+    "qwen3_moe": ("num_experts", "moe_intermediate_size"),
+}  # fmt: skip
+BEFORE, AFTER = ("input", "post_attention"), ("post_attention", "post_feedforward")
+AROUND = ("input", "post_attention", "pre_feedforward", "post_feedforward")
 
 
-class Known(NamedTuple):
-    """A class of transformers whose shapes are written down.
+class Kin(NamedTuple):
+    """How a decoder differs from Llama's first.
 
     Attributes:
-        kind: the `model_type` of its configurations.
-        shapes: its weights by a configuration.
-        sizes: what a configuration must have as positive numbers.
-        usual: settings, what they must be, and are where there are none.
-        optional: what must be a positive number where it is not None.
+        name: its class, without `ForCausalLM`.
+        norms: of a layer.
+        attention_bias: of the attention's layers, where the configuration has none; None: no bias.
+        qkv_bias: of the first three of them; None: as of the fourth.
+        mlp_bias: whether the perceptron's layers may have a bias.
+        qk_norm: whether queries and keys have a norm: over a "head" or over the "row" of all.
+        head: the width of a head that has none in the configuration; None: the hidden one's share.
+        tied: whether the head of the model is the embedding, where the configuration is silent.
     """
 
-    kind: str
-    shapes: Callable[[Config], Named]
-    sizes: tuple[str, ...]
-    usual: Mapping[str, Any] = {}
-    optional: tuple[str, ...] = ()
+    name: str
+    norms: tuple[str, ...] = BEFORE
+    attention_bias: bool | None = None
+    qkv_bias: bool | None = None
+    mlp_bias: bool = False
+    qk_norm: str = ""
+    head: int | None = None
+    tied: bool = False
 
 
-def weights_of(config: Config, dtype: str) -> tuple[Weight, ...] | None:
-    """The weights of a configuration's model in the model's order; None if it is not known here."""
-    return known_weights(KNOWN, config, dtype)
-
-
-def known_weights(
-    known: Mapping[str, Known], config: Config, dtype: str
-) -> tuple[Weight, ...] | None:
-    """The weights by the entry of the configuration's class; None where there is none that fits."""
-    entry = known.get(architecture(config) or "")
-    if entry is None or entry.kind != config.get("model_type") or "quantization_config" in config:
-        return None
-    if not _has_sizes(config, entry.sizes, (*entry.optional, *(key for key, _ in HEADS))):
-        return None
-    for heads, width in HEADS:
-        if width in entry.sizes and config[width] % (config.get(heads) or 1):
-            return None
-    if any(config.get(key, usual) != usual for key, usual in entry.usual.items()):
-        return None
-    shapes = entry.shapes(config)
-    return tuple(Weight(name, shape, dtype, name.endswith(EMBEDDINGS)) for name, shape in shapes)
-
-
-def architecture(config: Config) -> str | None:
-    """The class that a configuration names."""
-    named = config.get("architectures")
-    name = named[0] if isinstance(named, list) and named else None
-    return name if isinstance(name, str) else None
-
-
-def _has_sizes(config: Config, keys: tuple[str, ...], optional: tuple[str, ...]) -> bool:
-    """Whether a configuration has a positive number under each key, or nothing where optional."""
-    there = (*keys, *(key for key in optional if config.get(key) is not None))
-    return all(type(config.get(key)) is int and config[key] > 0 for key in there)
-
-
-def linear(name: str, rows: int, columns: int, biased: bool = True) -> Named:
-    """The weight of a layer and, if it has one, its bias."""
-    yield f"{name}.weight", (rows, columns)
-    if biased:
-        yield f"{name}.bias", (rows,)
-
-
-def pair(name: str, *shape: int) -> Named:
-    """A weight and a bias of its last size: of a norm, or of a layer whose weight is (in, out)."""
-    yield f"{name}.weight", shape
-    yield f"{name}.bias", shape[-1:]
+LLAMAS = {
+    "llama": Kin("Llama", attention_bias=False, mlp_bias=True),
+    "mistral": Kin("Mistral"),
+    "mixtral": Kin("Mixtral"),
+    "qwen2": Kin("Qwen2", qkv_bias=True),
+    "qwen2_moe": Kin("Qwen2Moe", qkv_bias=True),
+    "qwen3": Kin("Qwen3", attention_bias=False, qk_norm="head", head=128),
+    "qwen3_moe": Kin("Qwen3Moe", attention_bias=False, qk_norm="head"),
+    "gemma": Kin("Gemma", attention_bias=False, head=256, tied=True),
+    "gemma2": Kin("Gemma2", AROUND, attention_bias=False, head=256, tied=True),
+    "gemma3_text": Kin("Gemma3", AROUND, attention_bias=False, qk_norm="head", head=256, tied=True),
+    "phi3": Kin("Phi3"),
+    "olmo2": Kin("Olmo2", AFTER, attention_bias=False, qk_norm="row"),
+    "olmo3": Kin("Olmo3", AFTER, attention_bias=False, qk_norm="row"),
+    "smollm3": Kin("SmolLM3", attention_bias=False, mlp_bias=True, tied=True),
+    "granite": Kin("Granite", attention_bias=False, mlp_bias=True),
+    "cohere": Kin("Cohere", ("input",), attention_bias=False, tied=True),
+    "cohere2": Kin("Cohere2", ("input",), attention_bias=False, tied=True),
+    "gpt_oss": Kin("GptOss", attention_bias=True, head=64),
+}
+# Settings that change the weights in a way that is not written down here.
+UNUSUAL: dict[str, dict[str, Any]] = {
+    "qwen2_moe": {"decoder_sparse_step": 1, "mlp_only_layers": [], "qkv_bias": True},
+    "qwen3_moe": {"decoder_sparse_step": 1, "mlp_only_layers": []},
+    "cohere": {"use_qk_norm": False},
+}
 
 
 def _llama(config: Config) -> Named:
-    """Llama (Touvron et al., arXiv:2302.13971) and its kin."""
-    vocabulary, width, _, layers, *_ = (config[key] for key in SIZES)
-    kind = config["model_type"]
-    norms = ["input", "post_attention"]
-    if kind in ("gemma2", "gemma3_text"):
-        norms += ["pre_feedforward", "post_feedforward"]
-    yield "model.embed_tokens.weight", (vocabulary, width)
-    for i in range(layers):
-        layer = f"model.layers.{i}"
-        yield from _attention(config, f"{layer}.self_attn")
-        yield from _perceptron(config, f"{layer}.mlp")
-        for norm in norms:
-            yield f"{layer}.{norm}_layernorm.weight", (width,)
-    yield "model.norm.weight", (width,)
-    if not config.get("tie_word_embeddings", kind in GEMMAS):
+    """Llama (Touvron et al., arXiv:2302.13971) and its kin, with a head or none."""
+    kin, name = LLAMAS[config["model_type"]], str(architecture(config))
+    vocabulary, width = config["vocab_size"], config["hidden_size"]
+    yield from _llama_body(config, kin, "" if name.endswith("Model") else "model.")
+    if name.endswith("ForSequenceClassification"):
+        yield "score.weight", (labels(config), width)
+    elif name.endswith("ForCausalLM") and not config.get("tie_word_embeddings", kin.tied):
         yield "lm_head.weight", (vocabulary, width)
 
 
-def _attention(config: Config, name: str) -> Named:
+def _llama_body(config: Config, kin: Kin, model: str) -> Named:
+    vocabulary, width, inner, layers, *_ = (config[key] for key in SIZES)
+    kind = config["model_type"]
+    yield f"{model}embed_tokens.weight", (vocabulary, width)
+    for i in range(layers):
+        layer = f"{model}layers.{i}"
+        yield from _attention(config, f"{layer}.self_attn", kin)
+        if kind in EXPERTS:
+            yield from _experts(config, f"{layer}.mlp")
+        elif kind == "phi3":
+            yield f"{layer}.mlp.gate_up_proj.weight", (2 * inner, width)
+            yield f"{layer}.mlp.down_proj.weight", (width, inner)
+        else:
+            biased = kin.mlp_bias and config.get("mlp_bias", False)
+            yield from _perceptron(f"{layer}.mlp", width, inner, biased)
+        for norm in kin.norms:
+            yield f"{layer}.{norm}_layernorm.weight", (width,)
+    yield f"{model}norm.weight", (width,)
+
+
+def _attention(config: Config, name: str, kin: Kin) -> Named:
     _, width, _, _, heads, groups = (config[key] for key in SIZES)
     kind = config["model_type"]
-    head = config.get("head_dim") or (128 if kind == "qwen3" else width // heads)
-    biased = kind in BIASED and config.get("attention_bias", False)
-    out = linear(f"{name}.o_proj", width, heads * head, biased)
+    head = config.get("head_dim") or kin.head or width // heads
+    biased = kin.attention_bias is not None and config.get("attention_bias", kin.attention_bias)
     if kind == "phi3":
-        yield from out
+        yield f"{name}.o_proj.weight", (width, heads * head)
         yield f"{name}.qkv_proj.weight", ((heads + 2 * groups) * head, width)
         return
+    if kind == "gpt_oss":
+        yield f"{name}.sinks", (heads,)
     for which, count in (("q", heads), ("k", groups), ("v", groups)):
-        yield from linear(f"{name}.{which}_proj", count * head, width, biased or kind == "qwen2")
-    yield from out
-    if kind in ("qwen3", "gemma3_text"):
-        yield f"{name}.q_norm.weight", (head,)
-        yield f"{name}.k_norm.weight", (head,)
+        yield from linear(f"{name}.{which}_proj", count * head, width, kin.qkv_bias or biased)
+    yield from linear(f"{name}.o_proj", width, heads * head, biased)
+    if kin.qk_norm:
+        whole = kin.qk_norm == "row"
+        yield f"{name}.q_norm.weight", (heads * head if whole else head,)
+        yield f"{name}.k_norm.weight", (groups * head if whole else head,)
 
 
-def _perceptron(config: Config, name: str) -> Named:
-    _, width, inner, *_ = (config[key] for key in SIZES)
-    biased = config["model_type"] == "llama" and config.get("mlp_bias", False)
-    if config["model_type"] == "phi3":
-        yield f"{name}.gate_up_proj.weight", (2 * inner, width)
-    else:
-        yield from linear(f"{name}.gate_proj", inner, width, biased)
-        yield from linear(f"{name}.up_proj", inner, width, biased)
+def _perceptron(name: str, width: int, inner: int, biased: bool = False) -> Named:
+    yield from linear(f"{name}.gate_proj", inner, width, biased)
+    yield from linear(f"{name}.up_proj", inner, width, biased)
     yield from linear(f"{name}.down_proj", width, inner, biased)
+
+
+def _experts(config: Config, name: str) -> Named:
+    """A perceptron for each expert, their weights in one tensor, and what chooses among them."""
+    kind, width, own = config["model_type"], config["hidden_size"], config["intermediate_size"]
+    count, inner, shared, *_ = *(config[key] for key in EXPERTS[kind]), own, own
+    if kind == "gpt_oss":
+        yield from linear(f"{name}.router", count, width)
+        yield f"{name}.experts.gate_up_proj", (count, width, 2 * inner)
+        yield f"{name}.experts.gate_up_proj_bias", (count, 2 * inner)
+        yield f"{name}.experts.down_proj", (count, inner, width)
+        yield f"{name}.experts.down_proj_bias", (count, width)
+        return
+    gate = f"{name}.gate.weight", (count, width)
+    if kind != "qwen3_moe":
+        yield gate
+    yield f"{name}.experts.gate_up_proj", (count, 2 * inner, width)
+    yield f"{name}.experts.down_proj", (count, width, inner)
+    if kind == "qwen3_moe":
+        yield gate
+    if kind == "qwen2_moe":
+        yield from _perceptron(f"{name}.shared_expert", width, shared)
+        yield f"{name}.shared_expert_gate.weight", (1, width)
+
+
+def _phi(config: Config) -> Named:
+    """Phi (Gunasekar et al., arXiv:2306.11644), its attention beside its perceptron."""
+    vocabulary, width, inner, layers, heads, groups = (config[key] for key in SIZES)
+    head = config.get("head_dim") or width // heads
+    yield "model.embed_tokens.weight", (vocabulary, width)
+    for i in range(layers):
+        layer = f"model.layers.{i}"
+        for which, count in (("q", heads), ("k", groups), ("v", groups)):
+            yield from linear(f"{layer}.self_attn.{which}_proj", count * head, width)
+        yield from linear(f"{layer}.self_attn.dense", width, heads * head)
+        yield from linear(f"{layer}.mlp.fc1", inner, width)
+        yield from linear(f"{layer}.mlp.fc2", width, inner)
+        yield from pair(f"{layer}.input_layernorm", width)
+    yield from pair("model.final_layernorm", width)
+    yield from linear("lm_head", vocabulary, width)
+
+
+def _opt(config: Config) -> Named:
+    """OPT (Zhang et al., arXiv:2205.01068), its head tied."""
+    vocabulary, width, inner, layers, positions, _ = (config[key] for key in OPT)
+    own = config.get("word_embed_proj_dim") or width
+    yield "model.decoder.embed_tokens.weight", (vocabulary, own)
+    yield "model.decoder.embed_positions.weight", (positions + 2, width)
+    if own != width:
+        yield "model.decoder.project_out.weight", (own, width)
+        yield "model.decoder.project_in.weight", (width, own)
+    if config.get("do_layer_norm_before", True):
+        yield from pair("model.decoder.final_layer_norm", width)
+    for i in range(layers):
+        layer = f"model.decoder.layers.{i}"
+        for which in ("k", "v", "q", "out"):
+            yield from linear(f"{layer}.self_attn.{which}_proj", width, width)
+        yield from pair(f"{layer}.self_attn_layer_norm", width)
+        yield from linear(f"{layer}.fc1", inner, width)
+        yield from linear(f"{layer}.fc2", width, inner)
+        yield from pair(f"{layer}.final_layer_norm", width)
 
 
 def _gpt2(config: Config) -> Named:
@@ -177,14 +223,35 @@ def _gpt_neox(config: Config) -> Named:
     yield "lm_head.weight", (vocabulary, width)
 
 
+def _classes(kind: str, kin: Kin) -> Iterator[str]:
+    """The classes of transformers that are known of a kind."""
+    yield f"{kin.name}ForCausalLM"
+    base = "Gemma3Text" if kind == "gemma3_text" else kin.name
+    yield f"{base}Model"
+    if kind not in ("granite", "cohere", "cohere2"):
+        yield f"{base}ForSequenceClassification"
+
+
 KNOWN = {
     "GPT2LMHeadModel": Known("gpt2", _gpt2, GPT2, {"n_inner": None, "tie_word_embeddings": True}),
     "GPTNeoXForCausalLM": Known(
         "gpt_neox", _gpt_neox, BODY, {"attention_bias": True, "tie_word_embeddings": False}
     ),
+    "PhiForCausalLM": Known(
+        "phi", _phi, SIZES, {"qk_layernorm": False, "tie_word_embeddings": False}, ("head_dim",)
+    ),
+    "OPTForCausalLM": Known(
+        "opt", _opt, OPT,
+        {"enable_bias": True, "layer_norm_elementwise_affine": True, "tie_word_embeddings": True,
+         "_remove_final_layer_norm": False},
+        ("word_embed_proj_dim",),
+    ),
     **{
-        name: Known(kind, _llama, (*SIZES, "head_dim") if kind in GEMMAS else SIZES,
-                    optional=("head_dim",))
-        for name, kind in LLAMAS.items()
+        name: Known(
+            kind, _llama, (*SIZES, *EXPERTS.get(kind, ())), UNUSUAL.get(kind, {}),
+            ("head_dim", "num_labels"),
+        )
+        for kind, kin in LLAMAS.items()
+        for name in _classes(kind, kin)
     },
 }  # fmt: skip

@@ -20,6 +20,7 @@ from .footprint import Weight
 from .models import Model
 
 MOST_PARAMETERS = 200_000  # tensors; a model with 256 experts in 60 layers has some 50,000
+MOST_BYTES = 1 << 30  # of parameters that are not on the meta device after all
 DTYPES = {
     torch.float64: "fp64", torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16",
 }  # fmt: skip
@@ -59,7 +60,13 @@ def of_config(path: Path, config: dict[str, Any], dtype: str) -> Model:
         settings = transformers.CONFIG_MAPPING[config["model_type"]].from_dict(config)
     with quiet_imports():  # transformers imports a class when it is asked for it
         make = _class_of(config)
-    return _of_module(str(path), lambda: make(settings), dtype, config)
+
+    def build() -> nn.Module:
+        model: Any = make(settings)
+        model.tie_weights()  # transformers 5.0 leaves it undone on the meta device
+        return model
+
+    return _of_module(str(path), build, dtype, config)
 
 
 def _class_of(config: dict[str, Any]) -> Callable[[Any], nn.Module]:
@@ -111,14 +118,20 @@ def _notes(model: nn.Module) -> Iterator[str]:
 
 @contextmanager
 def _bounded(text: str) -> Iterator[None]:
-    """Refuse a model of so many parameters that its modules alone fill the memory."""
-    count = 0
+    """Refuse a model whose modules alone, or tensors that name a device, fill the memory."""
+    count = held = 0
 
     def register(module: nn.Module, name: str, p: nn.Parameter) -> None:
-        nonlocal count
+        nonlocal count, held
         count += 1
+        held += 0 if p.is_meta else p.nbytes
         if count > MOST_PARAMETERS:
             raise Refused(f"{text} has more than {MOST_PARAMETERS:,} parameters")
+        if held > MOST_BYTES:
+            raise Refused(
+                f"{text} builds more than {MOST_BYTES:,} bytes of parameters on {p.device}; it "
+                "must leave the device to torch.device('meta'), under which it is called"
+            )
 
     handle = register_module_parameter_registration_hook(register)
     try:

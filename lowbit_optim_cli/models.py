@@ -5,14 +5,15 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from . import decoders, encoders
+from . import decoders, encoder_decoders, encoders
 from .errors import Refused, plural
 from .footprint import Weight
 from .headers import Entry, read_header, read_index, read_json
+from .known import known_weights
 
 INDEX, SINGLE, CONFIG = "model.safetensors.index.json", "model.safetensors", "config.json"
 MOST_ELEMENTS = 1 << 50
@@ -29,6 +30,7 @@ BUFFER = re.compile(
 EMBEDDING = re.compile(
     r"(^|\.)(embed_tokens|tok_embeddings|wte|wpe|shared|\w*(word|position|type)_embeddings)\.weight$"
 )
+KNOWN = {**decoders.KNOWN, **encoders.KNOWN, **encoder_decoders.KNOWN}
 TAKEN = (
     "a config.json or a folder with one, a safetensors file or its index.json, module:function, or "
     "shapes such as 4096x4096,4096"
@@ -122,13 +124,17 @@ def _of_config(path: Path, dtype: str | None, build: bool) -> Model:
         raise Refused(f"{path} has no 'model_type'; it is not a configuration of transformers")
     _check_sizes(path, config)
     own = dtype or TORCH_DTYPES.get(str(config.get("dtype") or config.get("torch_dtype")), "fp32")
-    known = (one.weights_of(config, own) for one in (decoders, encoders))
-    weights = None if build else next((x for x in known if x is not None), None)
+    weights = None if build else known_weights(KNOWN, config, own)
     if weights is not None:
-        return Model(str(path), weights, config=config)
-    from . import meta
+        model = Model(str(path), weights, config=config)
+    else:
+        from . import meta
 
-    return meta.of_config(path, config, own)
+        model = meta.of_config(path, config, own)
+    if config.get("quantization_config"):
+        note = f"The configuration's quantization is left out: all weights are trained, in {own}"
+        model = replace(model, notes=(note, *model.notes))
+    return model
 
 
 def _check_sizes(path: Path, config: dict[str, Any]) -> None:

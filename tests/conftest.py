@@ -128,13 +128,15 @@ def _poison(x):
     return x.fill_(0xFF) if x.dtype == torch.uint8 else x
 
 
-@pytest.fixture(scope="session", autouse=True)
+@pytest.fixture(scope="module", autouse=True)
 def poisoned_memory():
     """Uninitialised memory is mostly zero by luck, which hides a missing write."""
 
     def poisoning(make):
         return lambda *args, **kwargs: _poison(make(*args, **kwargs))
 
+    with torch.device("meta"):
+        torch.empty(0)  # torch notes here, for good, which functions a device context is for
     with pytest.MonkeyPatch.context() as patch:
         for owner, name in (
             (torch, "empty"),

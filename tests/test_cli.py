@@ -2,6 +2,7 @@
 
 import importlib.metadata
 import json
+import os
 import re
 import subprocess
 import sys
@@ -96,7 +97,8 @@ def test_usage_errors_are_one_sentence():
     assert "No such option" in refused("estimate", "4x4", "--nothing")
     assert "Missing argument" in refused("estimate")
     assert "--shards" in refused("estimate", "4x4", "--shards", "many")
-    assert "there is no file or folder" in refused("inspect", "nowhere.pt")
+    for path in ("nowhere.pt", os.devnull):
+        assert "there is no file or folder" in refused("inspect", path)
 
 
 def test_the_shell_completes_commands_and_optimizers():

@@ -303,10 +303,15 @@ def test_a_function_builds_a_model_on_the_meta_device(module):
             "def build(): return nn.ModuleList(nn.Linear(1, 1) for _ in range(10**9))",
             "more than 1,000 parameters",
         ),
+        (
+            "def build(): return nn.ModuleList(nn.Linear(9, 9, device='cpu') for _ in range(99))",
+            "more than 5,000 bytes of parameters on cpu",
+        ),
     ],
 )
 def test_functions_that_build_no_model_are_refused(module, text, said, monkeypatch):
     monkeypatch.setattr(meta, "MOST_PARAMETERS", 1000)
+    monkeypatch.setattr(meta, "MOST_BYTES", 5000)
     assert said in refused("estimate", f"{module(text)}:build")
 
 

@@ -118,6 +118,9 @@ def test_args_are_checked_like_arguments():
     for name, value in (("percentile_clipping", 101), ("max_unorm", -1), ("optim_bits", 3)):
         with pytest.raises(REFUSALS, match=name):
             lowbit_optim.AdamW(parameters(), args=SimpleNamespace(**{name: value}))
+    for args in (3, {"bits": 8}):  # another argument in its place, and a misspelt one
+        with pytest.raises(TypeError, match="args must be an object or a dict with any of"):
+            lowbit_optim.AdamW(parameters(), args=args)
 
 
 @CLASSES

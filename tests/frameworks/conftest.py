@@ -26,7 +26,7 @@ def two_threads():
     torch.set_num_threads(1)
 
 
-@pytest.fixture(scope="session", autouse=True)
+@pytest.fixture(scope="module", autouse=True)
 def poisoned_memory():
     """Not here: torch.compile traces the functions that would be replaced."""
 

@@ -7,7 +7,8 @@ import torch
 import transformers
 
 from footprint_models import MODELS
-from lowbit_optim_cli.models import read_model
+from lowbit_optim_cli import encoders
+from lowbit_optim_cli.models import KNOWN, read_model
 from test_cli_estimate import estimated, refused
 
 LLAMA = {
@@ -39,6 +40,22 @@ VIT = {"model_type": "vit", "architectures": ["ViTForImageClassification"], "ima
 DISTILBERT = {"model_type": "distilbert", "dim": 96, "hidden_dim": 200, "n_layers": 2, "n_heads": 4,
               "vocab_size": 500, "max_position_embeddings": 64}  # fmt: skip
 
+SMALL = {**ENCODER, "num_key_value_heads": 2, "vocab_size": 500, "head_dim": 24, "pad_token_id": 0,
+         "eos_token_id": 1, "bos_token_id": 1}  # fmt: skip
+EXPERTS = {"num_local_experts": 3, "num_experts": 3, "moe_intermediate_size": 72,
+           "shared_expert_intermediate_size": 56}  # fmt: skip
+BIASED = {**EXPERTS, "attention_bias": True, "mlp_bias": True, "head_dim": 32,
+          "tie_word_embeddings": True}  # fmt: skip
+OPT = {"model_type": "opt", "architectures": ["OPTForCausalLM"], "vocab_size": 500,
+       "hidden_size": 96, "ffn_dim": 200, "num_hidden_layers": 2, "num_attention_heads": 4,
+       "max_position_embeddings": 64}  # fmt: skip
+T5 = {"vocab_size": 500, "d_model": 96, "d_kv": 16, "d_ff": 200, "num_layers": 2, "num_heads": 4,
+      "relative_attention_num_buckets": 32}  # fmt: skip
+BART = {"vocab_size": 500, "d_model": 96, "max_position_embeddings": 64, "encoder_layers": 2,
+        "encoder_ffn_dim": 200, "encoder_attention_heads": 4, "decoder_layers": 3,
+        "decoder_ffn_dim": 160, "decoder_attention_heads": 2, "num_mel_bins": 80,
+        "max_source_positions": 150, "max_target_positions": 44, "pad_token_id": 1}  # fmt: skip
+
 
 @pytest.fixture
 def folder(tmp_path):
@@ -65,18 +82,45 @@ VARIANTS = [
      "head_dim": 64, "attention_bias": True},
     {**CONFIGS["Llama 8B"], "model_type": "phi3", "architectures": ["Phi3ForCausalLM"],
      "pad_token_id": None},
-    {**ENCODER, **BERT, "architectures": ["BertForMaskedLM"]},
-    {**ENCODER, **BERT, "architectures": ["BertForSequenceClassification"]},
     {**ENCODER, **BERT, "architectures": ["BertForSequenceClassification"], "num_labels": 5},
     *(
-        {**sizes, "architectures": [f"{name}For{head}"]}
+        {**sizes, "architectures": [name + task]}
         for name, sizes in (
-            ("Roberta", {**ENCODER, **BERT, "model_type": "roberta"}), ("DistilBert", DISTILBERT),
+            ("Bert", {**ENCODER, **BERT}), ("DistilBert", DISTILBERT),
+            ("Roberta", {**ENCODER, **BERT, "model_type": "roberta"}),
+            ("XLMRoberta", {**ENCODER, **BERT, "model_type": "xlm-roberta"}),
+            ("ModernBert", {**ENCODER, "vocab_size": 500, "model_type": "modernbert",
+                            "pad_token_id": 0}),
         )
-        for head in ("MaskedLM", "SequenceClassification")
+        for task in encoders.TASKS
     ),
     {**ENCODER, "model_type": "gpt_neox", "architectures": ["GPTNeoXForCausalLM"],
      "vocab_size": 500},
+    *({**SMALL, **EXPERTS, "model_type": kind, "architectures": [f"{name}ForCausalLM"]}
+      for kind, name in (
+          ("mixtral", "Mixtral"), ("qwen2_moe", "Qwen2Moe"), ("qwen3_moe", "Qwen3Moe"),
+          ("gpt_oss", "GptOss"), ("olmo2", "Olmo2"), ("olmo3", "Olmo3"), ("smollm3", "SmolLM3"),
+          ("granite", "Granite"), ("cohere", "Cohere"), ("cohere2", "Cohere2"), ("phi", "Phi"))),
+    *({**SMALL, **BIASED, "model_type": kind, "architectures": [f"{name}ForCausalLM"]}
+      for kind, name in (
+          ("mixtral", "Mixtral"), ("qwen3_moe", "Qwen3Moe"), ("gpt_oss", "GptOss"),
+          ("olmo2", "Olmo2"), ("smollm3", "SmolLM3"), ("granite", "Granite"), ("cohere", "Cohere"),
+          ("cohere2", "Cohere2"))),
+    OPT,
+    {**OPT, "word_embed_proj_dim": 64, "do_layer_norm_before": False},
+    *({**T5, "model_type": kind, "architectures": [f"{kind.upper()}ForConditionalGeneration"]}
+      for kind in ("t5", "mt5", "umt5")),
+    {**T5, "model_type": "t5", "architectures": ["T5ForConditionalGeneration"],
+     "feed_forward_proj": "gated-gelu", "tie_word_embeddings": False, "num_decoder_layers": 3},
+    *({**BART, "model_type": kind, "architectures": [f"{name}ForConditionalGeneration"]}
+      for kind, name in (("bart", "Bart"), ("mbart", "MBart"), ("whisper", "Whisper"))),
+    *({**SMALL, "model_type": kind, "architectures": [name]}
+      for kind, name in (
+          ("llama", "LlamaModel"), ("llama", "LlamaForSequenceClassification"),
+          ("qwen3", "Qwen3Model"), ("gemma3_text", "Gemma3TextModel"), ("cohere", "CohereModel"))),
+    {**SMALL, **EXPERTS, "model_type": "gpt_oss", "num_labels": 1,
+     "architectures": ["GptOssForSequenceClassification"]},
+    {**ENCODER, **VIT, "architectures": ["ViTModel"], "pooler_output_size": 40},
     {**ENCODER, **VIT},
     {**ENCODER, **VIT, "qkv_bias": False, "num_channels": 1, "patch_size": 32,
      "id2label": {str(i): f"kind {i}" for i in range(10)}},
@@ -94,6 +138,10 @@ def test_shapes_that_are_written_down_are_those_of_transformers(folder, config):
     assert (written.build is None) == ("n_inner" not in config)
 
 
+def test_classes_that_are_written_down_are_those_of_transformers():
+    assert [name for name in KNOWN if not hasattr(transformers, name)] == []
+
+
 @pytest.mark.parametrize(
     "config",
     [
@@ -101,10 +149,31 @@ def test_shapes_that_are_written_down_are_those_of_transformers(folder, config):
         {**DISTILBERT, "architectures": ["DistilBertForMaskedLM"], "sinusoidal_pos_embds": True},
         {**ENCODER, "model_type": "gpt_neox", "architectures": ["GPTNeoXForCausalLM"],
          "vocab_size": 500, "attention_bias": False, "tie_word_embeddings": True},
+        {**SMALL, **EXPERTS, "model_type": "qwen3_moe", "architectures": ["Qwen3MoeForCausalLM"],
+         "mlp_only_layers": [0]},
+        {**SMALL, "model_type": "cohere", "architectures": ["CohereForCausalLM"],
+         "use_qk_norm": True},
     ],
 )  # fmt: skip
 def test_unusual_configurations_are_built(folder, config):
     assert read_model(str(folder(config))).build is not None
+
+
+def test_weights_are_tied_where_transformers_leaves_it_undone(folder, monkeypatch):
+    path = str(folder({**CONFIGS["GPT-2 small"], **SIZES}))
+    monkeypatch.setattr(transformers.PreTrainedModel, "init_weights", lambda self: None)
+    model = read_model(path, build=True)
+    assert model.weights == read_model(path).weights
+    assert "1 weight shared by two modules, counted once" in model.notes
+
+
+def test_a_quantization_is_left_out(folder):
+    config = {**SMALL, **EXPERTS, "model_type": "gpt_oss", "architectures": ["GptOssForCausalLM"]}
+    whole = read_model(str(folder(config)))
+    path = str(folder({**config, "quantization_config": {"quant_method": "mxfp4"}}))
+    for model in (read_model(path), read_model(path, build=True)):
+        assert model.weights == whole.weights
+        assert "quantization is left out" in model.notes[0]
 
 
 @pytest.mark.parametrize("name", CONFIGS)
