@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from numpy import float32 as f32
 
-from ...engines.numba.dither import block_bits, first_bits, fractions, next_bits
+from ...engines.numba.dither import block_bits, first_bits, next_bits
 from ...engines.numba.element import INFINITY, only_finite
 from ...engines.numba.inner import inner
 from ...engines.numba.memory import enter, leave, load_f32, read_f32, stack, store_f32, write_f32
@@ -21,6 +21,7 @@ from ...engines.numba.vector import (
     maximum,
     reach,
     reach_unsigned,
+    scaled,
     splat,
     where,
 )
@@ -59,7 +60,7 @@ def read_block():
 
 def load_moments():
     for m in MOMENTS:
-        m.value = load_f32(row + ROW * m.row + 4 * j) * scale[m]
+        m.value = scaled(load_f32(row + ROW * m.row + 4 * j), scale[m])
 
 
 def store_moments():
@@ -127,7 +128,7 @@ def update_blocks():
                             place[m, quarter] = (dither_s if m.signed else dither_u)(
                                 load_f32(past + ROW * m.row + 4 * (j - BLOCK)),
                                 inverse[m],
-                                fractions(bits[m]),
+                                bits[m],
                             )
                             bits[m] = next_bits(bits[m])
                         else:
