@@ -86,10 +86,30 @@ F = VectorType("f32x16", f32)
 M = VectorType("mask16", i1)
 
 
+class ScaledType(types.Type):
+    """A vector that is still to be multiplied by a number; it becomes an `F` where one is needed.
+
+    A moment is used times its decay. That times the block's scale is a number of the block, so that
+    the product with the scale costs nothing.
+    """
+
+    def __init__(self) -> None:
+        super().__init__(name="scaled_f32x16")
+
+
+S = ScaledType()
+
+
 @register_model(VectorType)
 class _VectorModel(models.PrimitiveModel):
     def __init__(self, manager, numba_type) -> None:
         super().__init__(manager, numba_type, vector(numba_type.element))
+
+
+@register_model(ScaledType)
+class _ScaledModel(models.StructModel):
+    def __init__(self, manager, numba_type) -> None:
+        super().__init__(manager, numba_type, [("vector", F), ("scale", types.float32)])
 
 
 def constant(element: ir.Type, values) -> ir.Constant:
@@ -151,14 +171,33 @@ def _spread_scalar(context, builder, source, target, value):
     return spread(builder, context.cast(builder, value, source, types.float32))
 
 
+@lower_cast(ScaledType, F)
+def _multiply_by_scale(context, builder, source, target, value):
+    x, scale = (builder.extract_value(value, k) for k in (0, 1))
+    return builder.fmul(x, spread(builder, scale), flags=("reassoc", *FLAGS))
+
+
+@intrinsic
+def scaled(typing, x, scale):
+    """The product of a vector and a number, which may become part of another product."""
+
+    def emit(context, b, signature_, args):
+        made = cgutils.create_struct_proxy(S)(context, b)
+        made.vector, made.scale = args
+        return made._getvalue()
+
+    return S(F, types.float32), emit
+
+
 def _is_operand(kind: types.Type) -> bool:
-    return kind is F or isinstance(kind, (types.Float, types.Integer))
+    return kind in (F, S) or isinstance(kind, (types.Float, types.Integer))
 
 
 def _binary(op: Callable, emit: Callable, returns: VectorType = F, operand: VectorType = F) -> None:
     class Template(AbstractTemplate):
         def generic(self, args, kws):
-            if len(args) != 2 or not any(kind is operand for kind in args):
+            vectors = (F, S) if operand is F else (operand,)
+            if len(args) != 2 or not any(kind in vectors for kind in args):
                 return None
             fits = _is_operand if operand is F else (lambda kind: kind is operand)
             return signature(returns, operand, operand) if all(map(fits, args)) else None
@@ -187,7 +226,14 @@ _binary(operator.or_, lambda b, x, y: b.or_(x, y), M, M)
 @intrinsic
 def fused(typing, x, y, z):
     """The sum x y + z, rounded once where the machine can, so that the product costs nothing."""
-    return F(F, F, F), lambda c, b, s, a: multiply_add(b, *a)
+    if not (isinstance(x, types.Float) and y is S):
+        return F(F, F, F), lambda c, b, s, a: multiply_add(b, *a)
+
+    def emit(context, b, signature_, args):
+        vector_, scale = (b.extract_value(args[1], k) for k in (0, 1))
+        return multiply_add(b, vector_, spread(b, b.fmul(args[0], scale)), args[2])
+
+    return F(types.float32, S, F), emit
 
 
 @intrinsic
@@ -199,7 +245,7 @@ def rounded(typing, x, y):
 @infer_global(operator.neg)
 class _Negative(AbstractTemplate):
     def generic(self, args, kws):
-        return signature(F, F) if args == (F,) else None
+        return signature(F, F) if args in ((F,), (S,)) else None
 
 
 @lower_builtin(operator.neg, F)

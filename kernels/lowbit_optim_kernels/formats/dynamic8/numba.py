@@ -27,7 +27,7 @@ from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic
 
-from ...engines.numba.dither import fractions, next_bits
+from ...engines.numba.dither import next_bits
 from ...engines.numba.inner import inner
 from ...engines.numba.memory import load_f32, store_f32
 from ...engines.numba.vector import HAS_AVX512 as HAS_AVX512
@@ -108,13 +108,13 @@ def _encoders(place: Callable, put: Callable, dither: Callable, put_dithered: Ca
     def encode_dithered(x, inverse, codes, n, bits):
         """The same by dither; `bits` are those of the first lanes."""
         for i in range(0, n, 64):
-            a = dither(load_f32(x + 4 * i), inverse, fractions(bits))
+            a = dither(load_f32(x + 4 * i), inverse, bits)
             bits = next_bits(bits)
-            b = dither(load_f32(x + 4 * i + 64), inverse, fractions(bits))
+            b = dither(load_f32(x + 4 * i + 64), inverse, bits)
             bits = next_bits(bits)
-            c = dither(load_f32(x + 4 * i + 128), inverse, fractions(bits))
+            c = dither(load_f32(x + 4 * i + 128), inverse, bits)
             bits = next_bits(bits)
-            d = dither(load_f32(x + 4 * i + 192), inverse, fractions(bits))
+            d = dither(load_f32(x + 4 * i + 192), inverse, bits)
             bits = next_bits(bits)
             put_dithered(a, b, c, d, codes + i)
 

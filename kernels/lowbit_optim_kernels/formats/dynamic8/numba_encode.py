@@ -1,7 +1,8 @@
 """Encoding `dynamic8` on vectors of 16 lanes, in two steps: places of numbers, then codes.
 
-`inverse` is 1 / absmax. A place is the position of `numba_tables` with the number's sign, or for
-the unsigned map's zero less than that of code 0; by dither and AVX-512 it is the unsigned code.
+`inverse` is 1 / absmax. A place is the position of `numba_tables` with the number's sign; of the
+unsigned map, unless to nearest with AVX-512, it is the code. Random bits are rounded by as they
+come: without AVX-512 they are added to integers, with it to numbers (`_cut`).
 """
 
 from __future__ import annotations
@@ -24,7 +25,6 @@ from ...engines.numba.vector import (
     f32,
     fabs,
     fill,
-    floor,
     i8,
     i16,
     i32,
@@ -52,6 +52,7 @@ from .numba_tables import (
 
 MANTISSA, SIGN, BELOW_TWO = 0x007FFFFF, 0x80000000, 0x3FFFFFFF  # bit patterns of fp32
 NUDGE = 2.0**-45  # one ulp of the smallest midpoint, about 2**-22
+UNIT = 22  # places by dither count 2**-UNIT: an int32 holds 512, and segment 8 leads to 320
 INTEGER = 1.5 * 2.0**23  # the last bits of a small number's sum with it are the nearest integer
 
 
@@ -106,24 +107,25 @@ def _position_by_octaves(b: ir.IRBuilder, q: ir.Value, y: ir.Value, signed: bool
 
 
 def _segment(
-    b: ir.IRBuilder, y: ir.Value, signed: bool, tops: np.ndarray, slopes: np.ndarray
+    b: ir.IRBuilder, y: ir.Value, signed: bool, tops: np.ndarray, slopes: np.ndarray, unit: int = 0
 ) -> tuple[ir.Value, ir.Value]:
-    """2**E and the slope of the segments of magnitudes, without AVX-512.
+    """2**(E + unit) and the slope of the segments of magnitudes, without AVX-512.
 
     One comparison corrects a guess. No unsigned magnitude is below LEAST.
     """
+    bias = 127 + BIAS[signed] + unit
 
     def by_exponent(first: int, values: np.ndarray) -> np.ndarray:
-        """A table by the low three bits of the exponent field 127 + E of segments from `first` on.
+        """A table by the low three bits of the exponent field of segments from `first` on.
 
         The lowest segment shares the entry of the highest, whose slope serves it too: its numbers
         are so small that the slope does not matter.
         """
-        return np.roll(values, first + 127 + BIAS[signed]).astype(np.float32)
+        return np.roll(values, first + bias).astype(np.float32)
 
     factor, offset = guess(signed)
     bits = b.sitofp(b.bitcast(y, vector(i32)), vector(f32))
-    exponent = _linear(b, bits, factor, offset + 127 + BIAS[signed] + INTEGER)
+    exponent = _linear(b, bits, factor, offset + bias + INTEGER)
     exponent = b.bitcast(exponent, vector(i32))
     tops, slopes = by_exponent(0, tops), by_exponent(1, slopes[1:])
     if HAS_AVX2:
@@ -139,24 +141,31 @@ def _segment(
 
 
 def _position_in_segment(b: ir.IRBuilder, y: ir.Value, signed: bool) -> ir.Value:
-    """Positions of magnitudes without AVX-512, not cut off."""
+    """Positions of magnitudes, or unsigned codes, without AVX-512, not cut off."""
     n, slope = _segment(b, y, signed, *segments(signed))
     below_two = fill(f32, float(np.nextafter(np.float32(2), np.float32(0))))
-    return b.fmul(_smaller(b, _linear(b, y, slope, OFFSET), below_two), n)
+    v = _smaller(b, _linear(b, y, slope, OFFSET), below_two)
+    return b.fmul(v, n) if signed else _linear(b, v, n, -1.0)
 
 
 def _line(b: ir.IRBuilder, y: ir.Value, signed: bool) -> ir.Value:
-    """The z of `numba_tables`, with (F + 2 (2 n - 1)) / 3 = n (v + 4) / 3 - 5 / 6 and so on."""
-    n, slope = _segment(b, y, signed, dithered_tops(signed), dithered_slopes(signed))
+    """2**UNIT times the z of `numba_tables`, less one where it is unsigned; without AVX-512.
+
+    With (F + 2 (2 n - 1)) / 3 = n (v + 4) / 3 - 5 / 6 and so on.
+    """
+    tops, slopes, one = dithered_tops(signed), dithered_slopes(signed), 0 if signed else 1
+    n, slope = _segment(b, y, signed, tops, slopes, UNIT)
     v = _linear(b, y, slope, OFFSET)
     near_end = _linear(b, v, 1.0 / 3.0, 4.0 / 3.0)
     if signed:
         near_end = _smaller(b, near_end, _linear(b, v, 5.0 / 3.0, -2.0 / 3.0))
-    return _smaller(b, _linear(b, v, n, -0.5), _linear(b, near_end, n, -5.0 / 6.0))
+    ends = ((v, 1 / 2), (near_end, 5 / 6))
+    z = _smaller(b, *(_linear(b, x, n, -(c + one) * 2.0**UNIT) for x, c in ends))
+    return b.fptosi(z, vector(i32))
 
 
 def _line_by_octaves(b: ir.IRBuilder, y: ir.Value, signed: bool) -> ir.Value:
-    """The same with AVX-512 by tables of lines, in codes where it is unsigned."""
+    """The z of `numba_tables` with AVX-512, less two where it is unsigned."""
     ends, tables = line_tables(signed)
     line = b.lshr(_moved(b, y, octave_table(ends, 128)), fill(i32, 23))
     slope, offset, near_end = (look_up(b, table, line) for table in tables)
@@ -164,13 +173,23 @@ def _line_by_octaves(b: ir.IRBuilder, y: ir.Value, signed: bool) -> ir.Value:
     return _smaller(b, multiply_add(b, f, fill(f32, 1.0 / 3.0), near_end), f)
 
 
-def _cut(b: ir.IRBuilder, z: ir.Value, signed: bool) -> ir.Value:
-    """The integers next below numbers; those of the unsigned map are positive."""
-    if not HAS_AVX512:
-        return b.fptosi(floor(b, z) if signed else z, vector(i32))
+def _cut(b: ir.IRBuilder, z: ir.Value, random: ir.Value) -> ir.Value:
+    """One more than the integers below z plus the random bits as numbers in [0, 1); AVX-512.
+
+    The bits are the mantissas of numbers from 1 on, by one instruction of VBMI2.
+    """
+    one, bits = fill(i32, 127), b.bitcast(random, vector(i32))
+    above_one = call(b, "llvm.fshl.v16i32", vector(i32), one, bits, fill(i32, 23))
+    z = b.fadd(z, b.bitcast(above_one, vector(f32)))
     name = "llvm.x86.avx512.mask.cvtps2dq.512"
     kept, mask = fill(i32, 0), ir.Constant(i16, 0xFFFF)
     return call(b, name, vector(i32), z, kept, mask, DOWNWARD)
+
+
+def _cut_integers(b: ir.IRBuilder, z: ir.Value, random: ir.Value) -> ir.Value:
+    """Integers of units of 2**-UNIT plus the random bits, in whole numbers; without AVX-512."""
+    random = b.lshr(b.bitcast(random, vector(i32)), fill(i32, 32 - UNIT))
+    return b.ashr(b.add(z, random), fill(i32, UNIT))
 
 
 def _signed_like(b: ir.IRBuilder, x: ir.Value, like: ir.Value) -> ir.Value:
@@ -211,20 +230,19 @@ def _dithered_signed(b: ir.IRBuilder, x: ir.Value, inverse: ir.Value, random: ir
     q = b.fmul(x, inverse)
     y = _magnitude(b, q)
     if HAS_AVX512:
-        z = _line_by_octaves(b, y, True)
-    else:  # below zero in the lowest segment, where it is to be zero
-        bits = b.bitcast(_line(b, y, True), vector(i32))
-        z = b.select(b.icmp_signed(">", bits, fill(i32, 0)), bits, fill(i32, 0))
-    return _cut(b, b.fadd(_signed_like(b, z, q), random, flags=("contract",)), True)
+        return _cut(b, _signed_like(b, _line_by_octaves(b, y, True), q), random)
+    z = _line(b, y, True)  # below zero in the lowest segment, where it is to be zero
+    z = b.select(b.icmp_signed(">", z, fill(i32, 0)), z, fill(i32, 0))
+    return _cut_integers(b, with_sign(b, z, b.bitcast(q, vector(i32))), random)
 
 
 def _dithered_unsigned(
     b: ir.IRBuilder, x: ir.Value, inverse: ir.Value, random: ir.Value
 ) -> ir.Value:
     y = _larger(b, _quotient(b, x, inverse), LEAST_DITHERED)
-    z = _line_by_octaves(b, y, False) if HAS_AVX512 else _line(b, y, False)
-    place = _cut(b, b.fadd(z, random, flags=("contract",)), False)
-    return _zero_where_zero(b, place, x)
+    if HAS_AVX512:
+        return _zero_where_zero(b, _cut(b, _line_by_octaves(b, y, False), random), x)
+    return _zero_where_zero(b, _cut_integers(b, _line(b, y, False), random), x)
 
 
 def _put(zero: int) -> Callable:
@@ -271,7 +289,7 @@ def _placer(nearest: Callable) -> Callable:
 def _ditherer(dithered: Callable) -> Callable:
     @intrinsic
     def place(typing, x, inverse, random):
-        """The same by dither, of numbers in [0, 1)."""
+        """The same by dither, of random bits."""
 
         def emit(context, b, signature, args):
             return b.bitcast(dithered(b, args[0], spread(b, args[1]), args[2]), vector(f32))
@@ -283,7 +301,7 @@ def _ditherer(dithered: Callable) -> Callable:
 
 place_s, place_u = _placer(_nearest_signed), _placer(_nearest_unsigned)
 dither_s, dither_u = _ditherer(_dithered_signed), _ditherer(_dithered_unsigned)
-put_s_64, put_u_64 = _put(127), _put(-1)
-put_dithered_s_64, put_dithered_u_64 = put_s_64, _put(0) if HAS_AVX512 else put_u_64
+put_s_64, put_dithered_s_64 = _put(127), _put(126 if HAS_AVX512 else 127)  # see `_cut`
+put_u_64, put_dithered_u_64 = _put(-1 if HAS_AVX512 else 0), _put(0)
 SIGNED = place_s, put_s_64, dither_s, put_dithered_s_64
 UNSIGNED = place_u, put_u_64, dither_u, put_dithered_u_64

@@ -2,15 +2,16 @@
 
 A block's moments are decoded, but not scaled, into scratch memory. Its new scales are known only
 after its last element, so it is encoded while the next block is updated: an update waits for
-divisions and square roots, encoding does not. The two are interleaved 16 elements at a time: so
-many instructions wait for a division that those after the next one must be work of another kind.
+divisions and square roots, encoding does not. The two are interleaved: 16 elements at a time if
+there is one moment; of more, 64 elements of one after the other, as registers have no room for the
+constants of two.
 """
 
 from __future__ import annotations
 
 from numpy import float32 as f32
 
-from ...engines.numba.dither import block_bits, first_bits, fractions, next_bits
+from ...engines.numba.dither import block_bits, first_bits, next_bits
 from ...engines.numba.element import INFINITY, only_finite
 from ...engines.numba.inner import inner
 from ...engines.numba.memory import enter, leave, load_f32, read_f32, stack, store_f32, write_f32
@@ -21,6 +22,7 @@ from ...engines.numba.vector import (
     maximum,
     reach,
     reach_unsigned,
+    scaled,
     splat,
     where,
 )
@@ -59,7 +61,7 @@ def read_block():
 
 def load_moments():
     for m in MOMENTS:
-        m.value = load_f32(row + ROW * m.row + 4 * j) * scale[m]
+        m.value = scaled(load_f32(row + ROW * m.row + 4 * j), scale[m])
 
 
 def store_moments():
@@ -102,6 +104,19 @@ def mend(row, n, *largest):
     return (*largest[MOMENTS], *inverse[MOMENTS])
 
 
+def place_elements():
+    """The places of a moment's elements at j - BLOCK, which are of the block before."""
+    if m.stream:
+        place[m, quarter] = (dither_s if m.signed else dither_u)(
+            load_f32(past + ROW * m.row + 4 * (j - BLOCK)), inverse[m], bits[m]
+        )
+        bits[m] = next_bits(bits[m])
+    else:
+        place[m, quarter] = (place_s if m.signed else place_u)(
+            load_f32(past + ROW * m.row + 4 * (j - BLOCK)), inverse[m]
+        )
+
+
 def update_blocks():
     for m in MOMENTS:
         inverse[m] = f32(0.0)
@@ -122,19 +137,14 @@ def update_blocks():
                 for quarter in (0, 1, 2, 3):
                     j = i + 16 * quarter
                     update_elements()
-                    for m in MOMENTS:
-                        if m.stream:
-                            place[m, quarter] = (dither_s if m.signed else dither_u)(
-                                load_f32(past + ROW * m.row + 4 * (j - BLOCK)),
-                                inverse[m],
-                                fractions(bits[m]),
-                            )
-                            bits[m] = next_bits(bits[m])
-                        else:
-                            place[m, quarter] = (place_s if m.signed else place_u)(
-                                load_f32(past + ROW * m.row + 4 * (j - BLOCK)), inverse[m]
-                            )
+                    if len(MOMENTS) == 1:
+                        for m in MOMENTS:
+                            place_elements()
                 for m, codes in zip(MOMENTS, ELEMENT_PARTS):
+                    if len(MOMENTS) > 1:
+                        for quarter in (0, 1, 2, 3):
+                            j = i + 16 * quarter
+                            place_elements()
                     if m.stream:
                         (put_dithered_s_64 if m.signed else put_dithered_u_64)(
                             *(place[m, quarter] for quarter in (0, 1, 2, 3)),

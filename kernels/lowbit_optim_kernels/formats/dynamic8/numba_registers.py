@@ -9,6 +9,7 @@ from llvmlite import ir
 from numba.core import cgutils
 
 from ...engines.numba.vector import (
+    HAS_AVX2,
     HAS_AVX512,
     call,
     constant,
@@ -68,7 +69,10 @@ def _joined(b: ir.IRBuilder, parts: list) -> ir.Value:
 
 
 def with_sign(b: ir.IRBuilder, x: ir.Value, like: ir.Value) -> ir.Value:
-    """Integers x, negative where the integers `like` are, and zero where they are; AVX2."""
+    """Integers x, negative where the integers `like` are; with AVX2 zero where they are."""
+    if not HAS_AVX2:
+        sign = b.ashr(like, fill(i32, 31))
+        return b.sub(b.xor(x, sign), sign)
 
     def emit(*halves: ir.Value) -> ir.Value:
         return call(b, "llvm.x86.avx2.psign.d", vector(i32, 8), *halves)

@@ -137,13 +137,13 @@ def dithered_tops(signed: bool) -> np.ndarray:
 def line_tables(signed: bool) -> tuple[np.ndarray, np.ndarray]:
     """The z of dithered codes as lines: where all but the last end, and they; fp32 (n,), (3, 16).
 
-    z = min(f, f / 3 + t[2]) of f = y * t[0] + t[1], less one where it is unsigned: in codes, not
-    positions. A line ends at the first value of the next segment. The signed map's first two are
-    zero and the gap next to it.
+    z = min(f, f / 3 + t[2]) of f = y * t[0] + t[1], less two where it is unsigned: a code is one
+    less than a position, and `numba_encode._cut` adds one. A line ends at the first value of the
+    next segment. The signed map's first two are zero and the gap next to it.
     """
     tops, slopes = segments(signed)[0], dithered_slopes(signed)
     first, *others = _first_values(signed)
-    ends, lines, one = [*others, tops[7]], [], 0 if signed else 1
+    ends, lines, one = [*others, tops[7]], [], 0 if signed else 2
     if signed:
         ends = [tops[0], first, *ends]
         lines = [(0.0, 0.0, 0.0), (5 * slopes[1] / 3, (5 * OFFSET - 4.5) / 3, np.inf)]
