@@ -276,6 +276,9 @@ def test_bits():
     assert same(call("shf.l.wrap.b32", a, b, nine), b << 9 | a >> 23)
     taken = call("bfi.b32", a, b, np.array([8], np.uint32), np.array([4], np.uint32))
     assert same(taken, b & 0xFFFFF0FF | (a & 15) << 8)
+    numbers = [np.array(x, np.int32) for x in ([-1, 2, 256], [255, -(2**31), 7])]
+    both = call("cvt.pack.sat.u8.s32.b32", *numbers, np.array([0x12345678], np.uint32))
+    assert both.tolist() == [0x567800FF, 0x56780200, 0x5678FF07]
 
 
 def test_products_of_fp32_are_rounded_in_all_directions():

@@ -1,7 +1,8 @@
 """Count machine instructions of a compiled Triton kernel, without a GPU.
 
-A kernel of one kind of aligned tiles has no loop, so an instruction of the listing is issued once
-per thread: instructions per element are the listing's length over the elements of a thread.
+A kernel of one kind of aligned tiles has no loop, so an instruction is issued once per thread:
+instructions per element are those of the shortest way through the listing over the elements of a
+thread. What is not on it is behind branches that only rare numbers take: infinite ones, or NaN.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ class Count:
         spills: instructions that move registers to memory and back.
         widest_load: bytes of the widest load from global memory.
         narrow: share of the global loads and stores that move fewer than 4 bytes.
-        opcodes: how often each occurs.
+        opcodes: how often each occurs on that way.
         listed: instructions of the whole listing, functions too.
     """
 
@@ -63,6 +64,34 @@ def sass_opcodes(listing: str, *, functions: bool = False) -> list[str]:
     return [opcode for opcode in opcodes if opcode != "NOP"]
 
 
+def shortest_way(listing: str) -> list[str]:
+    """Opcodes of the way through a kernel's disassembly that has fewest, without padding.
+
+    A loop is gone through once, and no thread leaves before the last one does.
+    """
+    found: list[tuple[str, str, str]] = []  # guard, opcode, operands
+    labels: dict[str, int] = {}
+    for line in listing.splitlines():
+        if label := re.match(r"(\.L_\w+):", line):
+            labels[label[1]] = len(found)
+        if each := re.search(r"/\*[0-9a-f]{4,}\*/\s+(@!?U?P\w+\s+)?([\w.]+)([^;]*);", line):
+            found.append((each[1] or "", each[2], each[3]))
+    following, left = [0] * len(found), [0] * (len(found) + 1)
+    for i in range(len(found) - 1, -1, -1):
+        guard, opcode, operands = found[i]
+        ways = [i + 1] if guard or opcode not in ("BRA", "EXIT") else []
+        target = re.search(r"`\((\.L_\w+)\)", operands)
+        if opcode == "BRA" and target and labels[target[1]] > i:
+            ways.append(labels[target[1]])
+        following[i] = min(ways, key=left.__getitem__, default=len(found))
+        left[i] = left[following[i]] + (opcode != "NOP")
+    way, i = [], 0
+    while i < len(found):
+        way.append(found[i][1])
+        i = following[i]
+    return [opcode for opcode in way if opcode != "NOP"]
+
+
 def _sass_bytes(opcode: str) -> int:
     found = re.search(r"\.(128|64|U8|S8|U16|S16)\b", opcode)
     return {"128": 16, "64": 8, "8": 1, "16": 2}[found[1].lstrip("US")] if found else 4
@@ -74,7 +103,7 @@ def _count_sass(cubin: bytes, elements: float) -> Count:
         file.flush()
         listing = run("nvdisasm", "-c", file.name)
         usage = run("cuobjdump", "-res-usage", file.name)
-    opcodes = sass_opcodes(listing)
+    opcodes = shortest_way(listing)
     registers = re.search(r"REG:(\d+)", usage)
     assert registers is not None
     everything = sass_opcodes(listing, functions=True)

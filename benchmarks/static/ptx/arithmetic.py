@@ -184,6 +184,15 @@ def permuted(a: Array, b: Array, selector: Array) -> Array:
     return out
 
 
+def packed(high: Array, low: Array, rest: Array, kind: str) -> Array:
+    """Two int32 clamped to a type of 8 bits, the first above the second, below half a word."""
+    least, most = np.iinfo(dtype_of(kind)).min, np.iinfo(dtype_of(kind)).max
+    first, second = (
+        np.clip(x, least, most).astype(np.uint32) & np.uint32(255) for x in (high, low)
+    )
+    return rest << np.uint32(16) | first << np.uint32(8) | second
+
+
 def funnel(low: Array, high: Array, by: Array, left: bool, wrap: bool) -> Array:
     """The upper or lower word of a shifted pair."""
     by = (by & np.uint32(31)) if wrap else np.minimum(by, np.uint32(32))

@@ -302,7 +302,9 @@ def _move(name: str, modifiers: tuple[str, ...], kind: str) -> Operation | None:
 
 
 def _convert(name: str, modifiers: tuple[str, ...], kind: str) -> Operation | None:
-    """cvt: what comes before the types is how to round."""
+    """cvt: what comes before the types is how to round, or that two numbers are packed."""
+    if modifiers[:2] == ("pack", "sat") and (*modifiers[3:], kind) == ("s32", "b32"):
+        return Operation(partial(ar.packed, kind=modifiers[2]), ("s32", "s32", "b32"))
     *how, given = modifiers
     mode = next((m for m in how if m in _MODES), "rn")
     whole = next((m for m in how if m in _TO_WHOLE), None)

@@ -101,7 +101,7 @@ def update(
     address, geometry, work, floats, tables,
     GUARDED: tl.constexpr, KINDS: tl.constexpr, SCALED: tl.constexpr,
 ):
-    t, kind = passes.tensor_and_kind(work, KINDS)
+    t, kind = passes.tensor_and_kind(work, KINDS, {ptx})
     if GUARDED:
         if passes.skipped(t, floats, {width}):
             return
@@ -360,5 +360,5 @@ class _Writer:
         moments = [last[key] for key in self.keys]
         writes = _tuple([last["u"], last["shrink"], last["rate"], moments])
         return UPDATE.format(
-            width=self.widths[1], rule=rule, writes=writes, formats=self._formats()
+            width=self.widths[1], rule=rule, writes=writes, formats=self._formats(), ptx=self.ptx
         )

@@ -61,12 +61,63 @@ def all_finite(moments):
     return finite(magnitude)
 
 
+def _only_finite(moments: int) -> str:
+    """PTX that makes all moments of an element 0 where one is not finite, of AT_ONCE elements.
+
+    A sum of products of two moments is finite only if all of them are. So one test serves all
+    elements; they are looked at one by one behind a branch that is rarely taken.
+    """
+    n = AT_ONCE.value
+    test = "abs.f32 t, t; setp.lt.f32 q, t, 0f7F800000; "
+    text, each = "{ .reg .pred q; .reg .f32 t; mov.f32 t, 0f00000000; ", ""
+    for i in range(n):
+        x = [f"${k * n + i}" for k in range(moments)]
+        pairs = zip(x[::2], [*x[1::2], "0f00000000"], strict=False)
+        text += "".join(f"mov.f32 {y}, ${(moments + k) * n + i}; " for k, y in enumerate(x))
+        text += "".join(f"fma.rn.f32 t, {y}, {z}, t; " for y, z in pairs)
+        each += f"mul.f32 t, {x[0]}, 0f00000000; "
+        each += "".join(f"fma.rn.f32 t, {y}, 0f00000000, t; " for y in x[1:]) + test
+        each += "".join(f"@!q mov.f32 {y}, 0f00000000; " for y in x)
+    return f"{text}{test}@q bra good; {each}good: }}"
+
+
+AT_ONCE = tl.constexpr(16)  # elements of a thread: those of a whole tile
+THREADS = tl.constexpr(128)  # of a program, of NVIDIA's warps
+OF_ONE, OF_TWO = (tl.constexpr(_only_finite(k)) for k in (1, 2))
+ONE, TWO = (
+    tl.constexpr(",".join(["=&f"] * k * AT_ONCE.value + ["f"] * k * AT_ONCE.value)) for k in (1, 2)
+)
+
+
 @triton.jit
-def or_zero(moments, ok):
-    """Moments, or 0 in all of them where one is bad: that element starts again."""
+def or_zero(moments, PTX: tl.constexpr):
+    """Moments, or 0 in all of them where one is not finite: that element starts again.
+
+    (Three moments of AT_ONCE elements would take a third more registers at that branch.)
+    """
+    N: tl.constexpr = len(moments)
+    WHOLE: tl.constexpr = moments[0].shape[0] * moments[0].shape[1] == AT_ONCE * THREADS
+    if PTX and WHOLE and N <= 2:
+        return tl.inline_asm_elementwise(
+            OF_ONE if N == 1 else OF_TWO, ONE if N == 1 else TWO, moments,
+            dtype=(tl.float32,) * N, is_pure=True, pack=AT_ONCE,
+        )  # fmt: skip
+    ok, out = all_finite(moments), ()
+    for k in tl.static_range(N):
+        out = out + (tl.where(ok, moments[k], 0.0),)
+    return out
+
+
+@triton.jit
+def replaced(moments, INDICES: tl.constexpr, new):
+    """Moments with those of these indices replaced by new ones."""
     out = ()
     for k in tl.static_range(len(moments)):
-        out = out + (tl.where(ok, moments[k], 0.0),)
+        moment = moments[k]
+        for i in tl.static_range(len(INDICES)):
+            if INDICES[i] == k:
+                moment = new[i]
+        out = out + (moment,)
     return out
 
 
@@ -93,14 +144,12 @@ def write_moments(
 
     All scales come before any code, or predicates live long and are spilled into registers.
     """
-    ok = mask
     if len(FORMAT[INEXACT]) > 0:
-        ok = all_finite(pick(moments, FORMAT[INEXACT]))
+        inexact = or_zero(pick(moments, FORMAT[INEXACT]), PTX)
+        moments = replaced(moments, FORMAT[INEXACT], inexact)
     kept, tops = (), ()
     for i in tl.static_range(len(FORMAT[UNITS])):
         values, scales = pick(moments, FORMAT[UNITS][i][INDEX]), ()
-        if not FORMAT[UNITS][i][EXACT]:
-            values = or_zero(values, ok)
         if len(FORMAT[UNITS][i][PER_BLOCK]) > 0:
             scales = FORMAT[UNITS][i][CODEC][SCALES](
                 values, FORMAT[UNITS][i][MOMENTS], KINDS[KIND][ALIGN], PTX

@@ -95,9 +95,16 @@ def chain(values, CALLS: tl.constexpr):
 
 
 @triton.jit
-def tensor_and_kind(work, KINDS: tl.constexpr):
+def tensor_and_kind(work, KINDS: tl.constexpr, PTX: tl.constexpr):
     """A program's tensor, and the number of its tile's kind."""
     entry = tl.load(work + WORK * tl.program_id(0))
+    if PTX:
+        # Plus 0, which the assembler takes for a thread's own number: it would keep addresses that
+        # follow from one of the program in uniform registers, and copy them for every load.
+        entry = tl.inline_asm_elementwise(
+            "{ .reg .b32 t; mov.u32 t, %tid.x; shr.u32 t, t, 10; add.u32 $0, $1, t; }",
+            "=r,r", [entry], dtype=tl.int32, is_pure=True, pack=1,
+        )  # fmt: skip
     if len(KINDS) == 1:
         return entry.to(tl.int64), entry
     else:  # noqa: RET505 (Triton takes a second return only in the other branch)
@@ -359,7 +366,7 @@ def reduce(
     TERMS: tl.constexpr, FORMATS: tl.constexpr, KINDS: tl.constexpr, SCALED: tl.constexpr,
 ):  # fmt: skip
     """Sum the terms of a phase over a program's tile."""
-    t, kind = tensor_and_kind(work, KINDS)
+    t, kind = tensor_and_kind(work, KINDS, RULE[PTX])
     if len(KINDS) == 1:
         sum_tile(
             t, address, geometry, work, floats, tables, partial, RULE, TERMS,

@@ -17,6 +17,27 @@ WEIGHT_BLOCK = tl.constexpr(WEIGHT_BLOCK)
 FIRST, SECOND = (tl.constexpr(factor) for _, factor in dither.ROUNDS)
 
 
+def _bytes(dithered: bool) -> str:
+    """PTX of the bytes of four numbers.
+
+    A number times 2**-149 is subnormal, and its pattern the integer that it was rounded to, which
+    two instructions pack in fours with what is beyond a byte cut off at its ends.
+    """
+    text = "{ .reg .f32 u; .reg .b32 b, h, y<4>; "
+    for i in range(4):
+        x, zero, mode = f"${i + 1}", f"${i + (9 if dithered else 5)}", "rn"
+        if dithered:  # 1 + u of 23 bits by one shift of a pair of registers
+            text += f"shf.r.clamp.b32 b, ${i + 5}, 127, 9; mov.b32 u, b; add.rm.f32 u, u, {x}; "
+            x, mode = "u", "rm"
+        text += f"fma.{mode}.f32 y{i}, {x}, 0f00000001, {zero}; "
+    text += "cvt.pack.sat.u8.s32.b32 h, y3, y2, 0; cvt.pack.sat.u8.s32.b32 $0, y1, y0, h; }"
+    return text
+
+
+MINUS_ONE = tl.constexpr(1 - 2**31)  # the pattern of -(2**-149)
+DITHERED_BYTES, NEAREST_BYTES = (tl.constexpr(_bytes(x)) for x in (True, False))
+
+
 @triton.jit
 def mix(x):
     x = (x ^ (x >> 16)) * FIRST
@@ -93,3 +114,24 @@ def rounded(x, bits, ZERO: tl.constexpr, DITHERED: tl.constexpr, PTX: tl.constex
 def low_byte(x):
     """The integer that `rounded` gave, of 8 bits."""
     return x.to(tl.uint32, bitcast=True).to(tl.uint8)
+
+
+@triton.jit
+def byte(x, bits, ZERO: tl.constexpr, DITHERED: tl.constexpr, PTX: tl.constexpr):
+    """ZERO + floor(x + u) in a byte, which is 0 or 255 where that is beyond; u as in `rounded`.
+
+    If not DITHERED, x is rounded to nearest even. ZERO is an int, and |x| < 2**22.
+    """
+    if PTX and DITHERED:
+        return tl.inline_asm_elementwise(
+            DITHERED_BYTES.value, "=r,f,f,f,f,r,r,r,r,r,r,r,r",
+            [x, bits, ZERO - 1 if ZERO > 0 else MINUS_ONE], dtype=tl.uint8, is_pure=True, pack=4,
+        )  # fmt: skip
+    elif PTX:  # noqa: RET505 (Triton takes a second return only in the other branch)
+        return tl.inline_asm_elementwise(
+            NEAREST_BYTES.value, "=r,f,f,f,f,r,r,r,r", [x, ZERO], dtype=tl.uint8,
+            is_pure=True, pack=4,
+        )  # fmt: skip
+    else:
+        code = rounded(x, bits, ZERO, True, PTX) if DITHERED else x + (8388608.0 + ZERO)
+        return low_byte(tl.minimum(tl.maximum(code, 8388608.0), 8388608.0 + 255.0))

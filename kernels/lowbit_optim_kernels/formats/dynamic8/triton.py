@@ -23,7 +23,7 @@ from ...engines.triton.primitives import (
     ptx_reciprocal,
     widen,
 )
-from ...engines.triton.random import low_byte, rounded
+from ...engines.triton.random import byte
 from .. import Unit
 from ..layout import Layout
 from . import DYNAMIC8, ZERO_CODE, triton_tables
@@ -46,9 +46,8 @@ FIRST_UNSIGNED = tl.constexpr(256 + triton_tables.CELLS[True])
 FIRST_NUMBER = tl.constexpr(8 * (FIRST_UNSIGNED.value + triton_tables.LINES))
 FIRST_OCTAVE = tl.constexpr((FIRST_NUMBER.value + triton_tables.CELLS[False]) // 8)
 FIRST_LAST = tl.constexpr(2 * (FIRST_OCTAVE.value + 2 * triton_tables.OCTAVES))
-# Adding 2**23 rounds to an integer, and leaves the code in the low byte of the bit pattern.
-INTEGER, ZERO_SIGNED = tl.constexpr(2.0**23), tl.constexpr(float(ZERO_CODE[True]))
-MAGIC = tl.constexpr(tuple(2.0**23 + x for x in triton_tables.OFFSET))
+ZERO_SIGNED = tl.constexpr(ZERO_CODE[True])
+OFFSET = tl.constexpr(triton_tables.OFFSET)
 # Below it, SCALE / absmax would overflow: such an absmax is stored as the floor.
 FLOOR = tl.constexpr(2.0**-126)
 # Quantizing whole tensors stores every absmax as it is: blocks of such a size are scaled first.
@@ -148,7 +147,7 @@ def _encode_signed(x, top, tables, PTX: tl.constexpr):
     lines = tl.load(tables + FIRST_SIGNED + tl.arange(0, 2 * CELLS[True]))
     slope, start = tl.split(_look_up(lines, tl.join(cell, cell + CELLS[True])))
     z = _with_sign(tl.fma(y, slope, start), x)
-    return low_byte(tl.maximum(z, -ZERO_SIGNED) + MAGIC[True])
+    return byte(z, z, OFFSET[True], False, PTX)
 
 
 @triton.jit
@@ -161,7 +160,7 @@ def _encode_unsigned(x, top, tables, PTX: tl.constexpr):
     z = _fma_up(y, slope, start, PTX)
     if not PTX:
         z = tl.maximum(z, tl.where(x > 0.0, -127.0, -128.0))
-    return low_byte(z + MAGIC[False])
+    return byte(z, z, OFFSET[False], False, PTX)
 
 
 @triton.jit
@@ -183,14 +182,8 @@ def _place(x, top, tables, SIGNED: tl.constexpr, PTX: tl.constexpr):
 def dithered_codes(x, top, bits, tables, SIGNED: tl.constexpr, PTX: tl.constexpr):
     """As `encode_codes`, rounded up with the probability of the distance."""
     z = _place(x, top, tables, SIGNED, PTX)
-    if SIGNED:
-        z = _with_sign(z, x)
-        code = tl.maximum(rounded(z, bits, ZERO_SIGNED, True, PTX), INTEGER)
-    else:
-        code = rounded(tl.maximum(z, positive(x, PTX)), bits, 0.0, True, PTX)
-    if not PTX:  # which rounds up where a sum is almost an integer
-        code = tl.minimum(code, INTEGER + 255.0)
-    return low_byte(code)
+    z = _with_sign(z, x) if SIGNED else tl.maximum(z, positive(x, PTX))
+    return byte(z, bits, ZERO_SIGNED if SIGNED else 0, True, PTX)
 
 
 @triton.jit

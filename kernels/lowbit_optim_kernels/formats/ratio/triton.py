@@ -20,7 +20,7 @@ from ...engines.triton.primitives import (
     ptx_reciprocal,
     ptx_sqrt,
 )
-from ...engines.triton.random import low_byte, rounded
+from ...engines.triton.random import byte, low_byte, rounded
 from ...rules import RATIO, SQUARE
 from .. import ratio as of_ratio
 
@@ -29,23 +29,38 @@ SQUARE_LEVELS = tl.constexpr(float(of_ratio.SQUARE_LEVELS[8]))
 RATIO_LEVELS = tl.constexpr(float(of_ratio.RATIO_LEVELS[8]))
 ZERO, SOFT = tl.constexpr(float(of_ratio.ZERO)), tl.constexpr(of_ratio.SOFT)
 LARGEST, LEAST_SCALE = tl.constexpr(of_ratio.LARGEST), tl.constexpr(of_ratio.LEAST_SCALE)
+LARGEST_PTX = tl.constexpr(2.0**112)  # scale of ratios: ABOVE of it is finite
+UNITS = tl.constexpr(2.0**48)  # of codes in a square of codes in 2**-24
 RUN = 16  # instructions are the limit, and what is done once a block is done by fewer threads
 INTEGER = tl.constexpr(2.0**23)  # what is added to an integer has it in its low bits
+ABOVE = tl.constexpr(2.0**15)  # whose pattern and a byte's, in its second byte, is their sum's
+
+
+@triton.jit
+def above(code):
+    """ABOVE and a code of 8 bits in fp32, with PTX: a byte in a pattern, and no conversion."""
+    return tl.inline_asm_elementwise(
+        "{ .reg .b32 m; mov.b32 m, 0x47000000; prmt.b32 $0, $4, m, 0x7504;"
+        " prmt.b32 $1, $4, m, 0x7514; prmt.b32 $2, $4, m, 0x7524;"
+        " prmt.b32 $3, $4, m, 0x7534; }",
+        "=f,=f,=f,=f,r", [code], dtype=tl.float32, is_pure=True, pack=4,
+    )  # fmt: skip
 
 
 @triton.jit
 def number_of(code, LESS: tl.constexpr, PTX: tl.constexpr):
     """A code of 8 bits, less an integer, in fp32."""
-    if PTX:  # a byte in a pattern of 2**23 is that number and the byte: no conversion
-        x = tl.inline_asm_elementwise(
-            "{ .reg .b32 m; mov.b32 m, 0x4B000000; prmt.b32 $0, $4, m, 0x7440;"
-            " prmt.b32 $1, $4, m, 0x7441; prmt.b32 $2, $4, m, 0x7442;"
-            " prmt.b32 $3, $4, m, 0x7443; }",
-            "=f,=f,=f,=f,r", [code], dtype=tl.float32, is_pure=True, pack=4,
-        )  # fmt: skip
-        return x - (INTEGER + LESS)
+    return above(code) - (ABOVE + LESS) if PTX else code.to(tl.float32) - LESS
+
+
+@triton.jit
+def scaled(code, scale, LESS: tl.constexpr, PTX: tl.constexpr):
+    """A code less an integer, times its block's scale, which bf16 has. Exact, so fused as well."""
+    scale = scale.to(tl.float32)[:, None]
+    if PTX:  # with up to 9 bits of ABOVE + LESS and 8 of the scale
+        return tl.fma(above(code), scale, scale * (-(ABOVE + LESS)))
     else:  # noqa: RET505 (Triton takes a second return only in the other branch)
-        return code.to(tl.float32) - LESS
+        return number_of(code, LESS, PTX) * scale
 
 
 @triton.jit
@@ -105,22 +120,22 @@ def square_scale(v, LEVELS: tl.constexpr, PTX: tl.constexpr):
 
 
 @triton.jit
-def square_code(v, scale, bits, LEVELS: tl.constexpr, DITHERED: tl.constexpr, PTX: tl.constexpr):
-    """2**23 + the code."""
+def square_place(v, scale, PTX: tl.constexpr):
+    """Where squares are among the codes: at 1 or above if they are positive, else at 0."""
     root, _inverse = root_and_inverse(v, PTX)
     if PTX:  # NaN where all are zero, of which the maximum is 0
         y = ptx_sqrt(root * ptx_reciprocal(scale)[:, None])
     else:
         y = tl.sqrt_rn(root * inverse_of(scale, PTX))
-    code = rounded(tl.maximum(y, positive(v, PTX)), bits, 0.0, DITHERED, PTX)
-    return tl.minimum(code, INTEGER + LEVELS)
+    return tl.maximum(y, positive(v, PTX))
 
 
 @triton.jit
 def ratio_scale(ratio, LEVELS: tl.constexpr, PTX: tl.constexpr):
     """A number that bf16 has, in fp32."""
     scale = narrow(divided(largest(tl.abs(ratio)), LEVELS, PTX), tl.bfloat16).to(tl.float32)
-    return tl.where((scale >= LEAST_SCALE) & (scale <= LARGEST), scale, 0.0)
+    most: tl.constexpr = LARGEST_PTX if PTX else LARGEST
+    return tl.where((scale >= LEAST_SCALE) & (scale <= most), scale, 0.0)
 
 
 @triton.jit
@@ -164,8 +179,27 @@ def soft_code(m, scale, bits, DITHERED: tl.constexpr, PTX: tl.constexpr):
 @triton.jit
 def root_of(code, scale, PTX: tl.constexpr):
     """The root of a square."""
-    c = number_of(code, 0.0, PTX)
-    return (c * c) * scale[:, None]
+    if PTX:  # 2**-24 of a code is a subnormal number of 16 bits, two of which one instruction makes
+        c = tl.inline_asm_elementwise(
+            "{ .reg .b32 x, y; .reg .b16 h<4>; prmt.b32 x, $4, 0, 0x4140;"
+            " prmt.b32 y, $4, 0, 0x4342; mov.b32 {h0, h1}, x; mov.b32 {h2, h3}, y;"
+            " cvt.f32.f16 $0, h0; cvt.f32.f16 $1, h1; cvt.f32.f16 $2, h2; cvt.f32.f16 $3, h3; }",
+            "=f,=f,=f,=f,r", [code], dtype=tl.float32, is_pure=True, pack=4,
+        )  # fmt: skip
+        return (c * c) * (scale * UNITS)[:, None]
+    else:  # noqa: RET505 (Triton takes a second return only in the other branch)
+        c = number_of(code, 0.0, PTX)
+        return (c * c) * scale[:, None]
+
+
+@triton.jit
+def soft_number(code, scale, PTX: tl.constexpr):
+    c = number_of(code, ZERO, PTX)
+    m = c * scale.to(tl.float32)[:, None]
+    if PTX:
+        return m * ptx_reciprocal(SOFT - tl.abs(c))
+    else:  # noqa: RET505 (Triton takes a second return only in the other branch)
+        return m / (0.0 * c + SOFT - tl.abs(c))
 
 
 @triton.jit
@@ -176,14 +210,11 @@ def decode(codes, scales, tables, MOMENTS: tl.constexpr, PTX: tl.constexpr):
             root = root_of(codes[k], scales[k], PTX)
             moments = moments + (root * root,)
         else:
-            c, a = number_of(codes[k], ZERO, PTX), scales[k].to(tl.float32)[:, None]
             if MOMENTS[k][ROLE] == IS_RATIO:
                 root = root_of(codes[MOMENTS[k][PARTNER]], scales[MOMENTS[k][PARTNER]], PTX)
-                moments = moments + ((c * a) * root,)
-            elif PTX:
-                moments = moments + ((c * a) * ptx_reciprocal(SOFT - tl.abs(c)),)
+                moments = moments + (scaled(codes[k], scales[k], ZERO, PTX) * root,)
             else:
-                moments = moments + ((c * a) / (0.0 * c + SOFT - tl.abs(c)),)
+                moments = moments + (soft_number(codes[k], scales[k], PTX),)
     return moments
 
 
@@ -207,13 +238,15 @@ def encode(moments, scales, random, tables, K: tl.constexpr, MOMENTS: tl.constex
            PTX: tl.constexpr):  # fmt: skip
     DITHERED: tl.constexpr = MOMENTS[K][STREAM] > 0
     if MOMENTS[K][ROLE] == IS_SQUARE:
-        code = square_code(moments[K], scales[K], random[K], SQUARE_LEVELS, DITHERED, PTX)
-    elif MOMENTS[K][ROLE] == IS_RATIO:
+        place = square_place(moments[K], scales[K], PTX)
+        if not DITHERED and not PTX:
+            place = tl.floor(place + 0.5)
+        return byte(place, random[K], 0, DITHERED, PTX)
+    elif MOMENTS[K][ROLE] == IS_RATIO:  # noqa: RET505 (Triton takes one return in each branch)
         ratio = ratio_of(moments[K], moments[MOMENTS[K][PARTNER]], PTX)
-        code = ratio_code(ratio, scales[K], random[K], RATIO_LEVELS, ZERO, DITHERED, PTX)
+        return low_byte(ratio_code(ratio, scales[K], random[K], RATIO_LEVELS, ZERO, DITHERED, PTX))
     else:
-        code = soft_code(moments[K], scales[K], random[K], DITHERED, PTX)
-    return low_byte(code)
+        return low_byte(soft_code(moments[K], scales[K], random[K], DITHERED, PTX))
 
 
 def table(ptx: bool, device: torch.device) -> None:

@@ -7,15 +7,17 @@ import triton
 import triton.language as tl
 
 from ...engines.triton.primitives import ROLE, STREAM
+from ...engines.triton.random import rounded
 from .. import ratio as of_ratio
 from .triton import (
+    INTEGER,
     IS_RATIO,
-    number_of,
     ratio_code,
     ratio_of,
     ratio_scale,
     root_of,
-    square_code,
+    scaled,
+    square_place,
     square_scale,
 )
 
@@ -51,7 +53,7 @@ def upper(code, PTX: tl.constexpr):
 @triton.jit
 def decode(codes, scales, tables, MOMENTS: tl.constexpr, PTX: tl.constexpr):
     root = root_of(upper(codes[0], PTX), scales[1], PTX)
-    m = number_of(lower(codes[0], PTX), ZERO, PTX) * scales[0].to(tl.float32)[:, None] * root
+    m = scaled(lower(codes[0], PTX), scales[0], ZERO, PTX) * root
     if MOMENTS[0][ROLE] == IS_RATIO:
         return m, root * root
     else:  # noqa: RET505 (Triton takes a second return only in the other branch)
@@ -72,7 +74,9 @@ def encode(moments, scales, random, tables, K: tl.constexpr, MOMENTS: tl.constex
     V: tl.constexpr = 1 - M
     ratio = ratio_of(moments[M], moments[V], PTX)
     low = ratio_code(ratio, scales[0], random[M], RATIO_LEVELS, ZERO, MOMENTS[M][STREAM] > 0, PTX)
-    high = square_code(moments[V], scales[1], random[V], SQUARE_LEVELS, MOMENTS[V][STREAM] > 0, PTX)
+    place = square_place(moments[V], scales[1], PTX)
+    high = rounded(place, random[V], 0.0, MOMENTS[V][STREAM] > 0, PTX)
+    high = tl.minimum(high, INTEGER + SQUARE_LEVELS)
     both = low.to(tl.uint32, bitcast=True) + (high.to(tl.uint32, bitcast=True) << 4)
     return both.to(tl.uint8)
 
