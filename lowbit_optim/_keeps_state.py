@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import cache
 from typing import Any, ClassVar
 
 import torch
@@ -33,6 +34,12 @@ class KeepsState(Optimizer):
     def _rule(self, group: Mapping[str, Any]) -> Rule:
         """The rule that these settings ask for."""
         raise NotImplementedError
+
+    @staticmethod
+    @cache
+    def _cached_rule(make: Callable[..., Rule], *options: Any, **named: Any) -> Rule:
+        """What `make` gives for these options: the same rule each time, as step plans want it."""
+        return make(*options, **named)
 
     def _clipping_rule(self, group: Mapping[str, Any]) -> Rule:
         """The rule that these settings ask for, with percentile clipping if they do for that."""

@@ -124,7 +124,6 @@ class LearnedGradient(EagerOptimizer):
 
     def _validate(self, group: Mapping[str, Any]) -> None:
         super()._validate(group)
-        _checks.betas(group["betas"])
         _checks.numbers(group, "size_lr_scale", "meta_lr_scale", "eps", "param_min_rms")
         _checks.positive("max_step_scale", group["max_step_scale"])
         _checks.positive("param_max_rms", group["param_max_rms"])

@@ -37,7 +37,7 @@ STATE_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 class LowBitOptimizer(LoadsState):
     """Base class of the package's optimizers; not meant to be constructed.
 
-    A subclass gives its defaults, `_validate`, `_rule` and `_hyper`. Groups are read afresh in
+    A subclass gives its defaults, `HYPER`, `_validate` and `_rule`. Groups are read afresh in
     every step, state is created at a parameter's first step, and all parameters of a group are
     stepped together by the engine that `lowbit_optim.engine_for` names.
 
@@ -50,6 +50,8 @@ class LowBitOptimizer(LoadsState):
     """
 
     family: ClassVar[str]
+    HYPER: ClassVar[tuple[str, ...]] = ()  # settings that the rule reads by their own names
+    BETAS: ClassVar[int] = 2  # how many `betas` there are, which it reads as beta1, beta2, ...
     grad_scale: Tensor  # which a GradScaler sets while it has `step` called
     _step_supports_amp_scaling = True
 
@@ -108,10 +110,13 @@ class LowBitOptimizer(LoadsState):
     def _validate(self, group: Mapping[str, Any]) -> None:
         """Raise for settings that no step can run with; `group` has them all, resolved."""
         _checks.common(group)
+        if "betas" in group:
+            _checks.betas(group["betas"], self.BETAS)
 
     def _hyper(self, group: Mapping[str, Any]) -> dict[str, float | Tensor]:
         """The rule's hyperparameters by name, but lr and max_unorm."""
-        raise NotImplementedError
+        betas = {f"beta{i}": beta for i, beta in enumerate(group.get("betas", ()), 1)}
+        return {**betas, **{name: group[name] for name in self.HYPER}}
 
     # What tools, tests and benchmarks may look at, beside `plans`.
 
@@ -147,20 +152,20 @@ class LowBitOptimizer(LoadsState):
             param_group.update(_state.agreeing(without_numpy(settings), self.defaults))
             self._check_given({**self.defaults, **param_group})
         super().add_param_group(param_group)
-        for p in self.param_groups[-1]["params"]:
-            if p.dtype not in STATE_DTYPES or p.layout != torch.strided:
-                self.param_groups.pop()
-                allowed = ", ".join(str(d).removeprefix("torch.") for d in STATE_DTYPES)
-                raise TypeError(
-                    f"{type(self).__name__} takes dense parameters of dtype {allowed}; got "
-                    f"{p.dtype}, {p.layout}"
-                )
-            try:
-                self._weights(p, resolved(self.param_groups[-1]))
-            except ValueError:
-                self.param_groups.pop()
-                raise
-        self._settings.remember(len(self.param_groups) - 1, self.param_groups[-1])
+        added = self.param_groups[-1]
+        try:
+            for p in added["params"]:
+                if p.dtype not in STATE_DTYPES or p.layout != torch.strided:
+                    allowed = ", ".join(str(d).removeprefix("torch.") for d in STATE_DTYPES)
+                    raise TypeError(
+                        f"{type(self).__name__} takes dense parameters of dtype {allowed}; got "
+                        f"{p.dtype}, {p.layout}"
+                    )
+                self._weights(p, resolved(added))
+        except (TypeError, ValueError):
+            self.param_groups.pop()
+            raise
+        self._settings.remember(len(self.param_groups) - 1, added)
 
     @overload
     def step(self, closure: None = None) -> None: ...
@@ -248,14 +253,11 @@ class LowBitOptimizer(LoadsState):
         before the first parameter or state changes.
         """
         last, self.plans, self._places = self.plans, {}, {}
-        if self._released is not None and not self._has_gradients():
+        params = (p for group in self.param_groups for p in group["params"])
+        if self._released is not None and all(p.grad is None for p in params):
             return
-        indices = range(len(self.param_groups))
-        parts = [part for index in indices for part in self._parts(index)]
+        parts = [part for index in range(len(self.param_groups)) for part in self._parts(index)]
         self.plans = self._step_parts(parts, last)
-
-    def _has_gradients(self) -> bool:
-        return any(p.grad is not None for group in self.param_groups for p in group["params"])
 
     def _step_some(self, params: list[Tensor]) -> None:
         """Step parameters that have gradients; plans are kept for when the same ones recur."""
@@ -301,8 +303,7 @@ class LowBitOptimizer(LoadsState):
 
     def _parts(self, index: int) -> list[tuple[Any, Mapping[str, Any]]]:
         """A group's settings by what is overridden of its parameters; each part with a key."""
-        parts = self._overridden(self._settings_of(index))
-        return [((index, key), part) for key, part in parts]
+        return [((index, key), part) for key, part in self._overridden(self._settings_of(index))]
 
     def _overridden(self, settings: Mapping[str, Any]) -> list[tuple[Any, Mapping[str, Any]]]:
         """Settings by what `GlobalOptimManager` overrides of the parameters."""
@@ -377,8 +378,7 @@ class LowBitOptimizer(LoadsState):
 
     def _set_values(self, plan: StepPlan, group: Mapping[str, Any]) -> None:
         """Give a plan's batches the values of this step."""
-        common = ("lr", "max_unorm")
-        hyper = {**{name: group[name] for name in common}, **self._hyper(group)}
+        hyper = {"lr": group["lr"], "max_unorm": group["max_unorm"], **self._hyper(group)}
         hyper["percentile"] = group["percentile_clipping"]
         for batch in plan.batches:
             batch.hyper, batch.maximize = hyper, group["maximize"]

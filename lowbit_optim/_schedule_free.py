@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from functools import lru_cache
 from typing import Any
 
 import torch
@@ -17,8 +16,6 @@ from ._arguments import documented, settings_of
 from ._optimizer import LowBitOptimizer
 from ._state import Stored
 from ._variants import fixed_bits
-
-_rule = lru_cache(maxsize=None)(schedule_free_rule)
 
 
 @documented
@@ -64,6 +61,7 @@ class ScheduleFreeAdamW(LowBitOptimizer):
     """
 
     family = "ScheduleFreeAdamW"
+    HYPER = ("eps", "weight_decay", "warmup_steps", "r", "weight_lr_power")
 
     def __init__(
         self,
@@ -130,7 +128,6 @@ class ScheduleFreeAdamW(LowBitOptimizer):
 
     def _validate(self, group: Mapping[str, Any]) -> None:
         super()._validate(group)
-        _checks.betas(group["betas"])
         if group["betas"][0] == 0:
             raise ValueError(f"betas[0] must be above 0, got {group['betas']!r}: y would be z")
         _checks.numbers(group, "eps", "weight_decay", "r", "weight_lr_power")
@@ -138,12 +135,7 @@ class ScheduleFreeAdamW(LowBitOptimizer):
         _checks.flags(group, "train_mode")
 
     def _rule(self, group: Mapping[str, Any]) -> Rule:
-        return _rule(group["max_unorm"] > 0)
-
-    def _hyper(self, group: Mapping[str, Any]) -> dict[str, float | Tensor]:
-        beta1, beta2 = group["betas"]
-        names = ("eps", "weight_decay", "warmup_steps", "r", "weight_lr_power")
-        return {"beta1": beta1, "beta2": beta2, **{name: group[name] for name in names}}
+        return self._cached_rule(schedule_free_rule, group["max_unorm"] > 0)
 
     def _new(self, key: str, stored: Stored, p: Tensor, group: Mapping[str, Any]) -> Tensor:
         new = super()._new(key, stored, p, group)
