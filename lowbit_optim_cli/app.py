@@ -117,7 +117,7 @@ def _names() -> list[str]:
     """Optimizers, for the shell's completion."""
     from .optimizers import ROLES
 
-    return [*ROLES, "all"]
+    return list(ROLES)
 
 
 def _formats() -> list[str]:
@@ -128,9 +128,9 @@ def _formats() -> list[str]:
 
 
 def console() -> Console:
-    """What results are printed on; wide enough for a table where it is no terminal."""
-    terminal = Console()
-    return terminal if terminal.is_terminal else Console(width=200)
+    """What results are printed on, as they are; wide enough for a table where it is no terminal."""
+    width = None if Console().is_terminal else 200
+    return Console(width=width, markup=False, highlight=False)
 
 
 @app.command(help=ESTIMATE)
@@ -147,7 +147,7 @@ def estimate(
             "--optimizer",
             "-o",
             help="an optimizer, class or all; repeatable",
-            autocompletion=_names,
+            autocompletion=lambda: [*_names(), "all"],
         ),
     ] = ["AdamW"],  # noqa: B006  # typer copies it
     dtype: Annotated[

@@ -7,7 +7,6 @@ itself, so an optimizer is rebuilt whose parameters have shapes and no memory.
 from __future__ import annotations
 
 import difflib
-import os
 import re
 import tempfile
 import warnings
@@ -197,7 +196,7 @@ def convert(
     found = checkpoints.optimizers(checkpoint)
     if not found:
         raise Refused(f"{source} has no optimizer's state, with 'state' and 'param_groups'")
-    checkpoints.require_dense([one.state_dict for one in found], source)
+    checkpoints.require_dense([one.state_dict for one in found], source, whole=True)
     said = []
     for one in found:
         own = named_family(name) if name else family(one.state_dict)
@@ -242,11 +241,7 @@ def _converted(
 
 def _write(value: Any, target: Path) -> None:
     """Write a file whole or not at all."""
-    handle, temporary = tempfile.mkstemp(dir=target.parent, suffix=".tmp")
-    os.close(handle)
-    try:
-        torch.save(value, temporary)
-        os.replace(temporary, target)
-    except BaseException:
-        os.unlink(temporary)
-        raise
+    with tempfile.TemporaryDirectory(dir=target.parent) as folder:
+        whole = Path(folder, target.name)
+        torch.save(value, whole)
+        whole.replace(target)

@@ -201,7 +201,7 @@ def show(
             table.add_row(*names, *map(cell, values), *_marks(row))
     console.print(table)
     for line in (*legend(model, rows, shards), *activations):
-        console.print(line, highlight=False, markup=False)
+        console.print(line)
 
 
 def _names(layout: Layout) -> tuple[str, str, str]:

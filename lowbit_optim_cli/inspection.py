@@ -13,7 +13,6 @@ from typing import Any
 
 from rich.console import Console
 from rich.table import Table
-from torch import Tensor
 
 from lowbit_optim import _checkpoint, _saved
 
@@ -82,6 +81,7 @@ def inspect(path: Path) -> list[Report]:
             f"{path} has {plural(held, 'tensor')}, but no optimizer's state, with 'state' and "
             "'param_groups'"
         )
+    checkpoints.require_dense([one.state_dict for one in found], path)
     return [_report(one) for one in found]
 
 
@@ -109,7 +109,8 @@ def _report(found: Found) -> Report:
         for key, value in state.items()
         for x in checkpoints.tensors(value)
     ]
-    held = sum(x.untyped_storage().nbytes() for x in _storages(states))
+    storages = (x.untyped_storage() for x in checkpoints.tensors(states))
+    held = sum({x.data_ptr(): x.nbytes() for x in storages}.values())  # a shared one once
     said = [f"{library} {family or '(the optimizer is not named in it)'}"]
     head = state_dict.get(_checkpoint.KEY)
     if isinstance(head, Mapping):
@@ -120,11 +121,6 @@ def _report(found: Found) -> Report:
     said += _steps(states)
     said.append(f"{held:,} bytes")
     return Report(found.where, ", ".join(said), _kinds(tensors))
-
-
-def _storages(states: Any) -> list[Tensor]:
-    """A tensor of each storage, a shared one once."""
-    return list({x.untyped_storage().data_ptr(): x for x in checkpoints.tensors(states)}.values())
 
 
 def _formats(found: Found, family: str | None) -> list[str]:
@@ -166,7 +162,7 @@ def as_json(path: Path, reports: list[Report]) -> str:
 def show(console: Console, path: Path, reports: list[Report]) -> None:
     """Print the reports."""
     for report in reports:
-        console.print(f"{path}, {report.where}: {report.summary}", highlight=False, markup=False)
+        console.print(f"{path}, {report.where}: {report.summary}")
         table = Table()
         table.add_column("tensor")
         table.add_column("dtype")
