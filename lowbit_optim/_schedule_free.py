@@ -13,6 +13,7 @@ from lowbit_optim_kernels.rules.schedule_free import schedule_free_rule
 
 from . import _checks, _sharding
 from ._arguments import documented, settings_of
+from ._master_weights import set_weight, weight_of
 from ._optimizer import LowBitOptimizer
 from ._state import Stored
 from ._variants import fixed_bits
@@ -57,7 +58,8 @@ class ScheduleFreeAdamW(LowBitOptimizer):
     Where it differs: the authors' package starts in eval mode and counts steps and weights per
     group, this one starts in train mode, where y = x = z, and counts them for each parameter, by
     the steps that it had a gradient in. Its z has the parameter's dtype; here it is fp32 beside a
-    bf16 parameter, too. A bf16 parameter is rounded at every `eval()` and `train()` in both.
+    bf16 parameter, too. A bf16 parameter is rounded at every `eval()` and `train()` in both, here
+    with the bits that `master_weight_bits` keeps beside it.
     """
 
     family = "ScheduleFreeAdamW"
@@ -107,15 +109,17 @@ class ScheduleFreeAdamW(LowBitOptimizer):
 
     @torch.no_grad()
     def _switch(self, train: bool) -> None:
-        for group in self.param_groups:
+        for index, group in enumerate(self.param_groups):
             if group["train_mode"] == train:
                 continue
-            beta1 = group["betas"][0]
-            weight = 1.0 - beta1 if train else 1.0 - 1.0 / beta1
-            for p in dict.fromkeys(group["params"]):
-                z = self.state[p].get("z") if p in self.state else None
-                if z is not None:
-                    p.copy_(p.to(z.dtype).lerp(_sharding.like(z, p), weight))
+            for _, part in self._parts(index):
+                beta1 = part["betas"][0]
+                share = 1.0 - beta1 if train else 1.0 - 1.0 / beta1
+                for p in dict.fromkeys(part["params"]):
+                    z = self.state.get(p, {}).get("z")
+                    if z is not None:
+                        moved = weight_of(self, p, part).lerp(_sharding.like(z, p), share)
+                        set_weight(self, p, part, moved)
             group["train_mode"] = train
 
     def _step_groups(self) -> None:

@@ -131,6 +131,22 @@ def test_bf16_parameters_keep_z_in_fp32():
     assert all(optimizer.state[p]["z"].dtype == torch.float32 for p in params)
 
 
+@pytest.mark.parametrize(("bits", "rounding"), [(24, 2.0**-16), (32, 2.0**-22)])
+def test_modes_keep_the_bits_beside_bf16_parameters(bits, rounding):
+    params, optimizer = build(dtype=torch.bfloat16, master_weight_bits=bits)
+    train(optimizer, 5)
+    y = dict(lowbit_optim.master_weights(optimizer))
+    optimizer.eval()
+    x = dict(lowbit_optim.master_weights(optimizer))
+    for i, p in enumerate(params):
+        z = optimizer.state[p]["z"]
+        torch.testing.assert_close(y[i], x[i].lerp(z, 0.1), rtol=2 * rounding, atol=rounding)
+        assert ((x[i] - p).abs() <= 2.0**-8 * x[i].abs()).all(), "p is x, rounded to bf16"
+    optimizer.train()
+    for i, weight in lowbit_optim.master_weights(optimizer):
+        torch.testing.assert_close(weight, y[i], rtol=3 * rounding, atol=rounding)
+
+
 def test_the_reference_is_the_paper():
     """y of the reference is that of the paper's own three sequences."""
     generator = torch.Generator().manual_seed(0)
