@@ -27,6 +27,7 @@ class KeepsState(Optimizer):
     Methods take plain tensors and, where they say so, DTensors, of which a rank keeps its shard.
     """
 
+    family: ClassVar[str]
     needs_whole: ClassVar[bool] = False  # whether the rule cannot step a tensor by its rows
     step_required: ClassVar[bool] = True  # in a checkpoint; torch.optim.SGD saves none
     SAVED_MOMENTS: ClassVar[tuple[Moment, ...]] = ()  # that are converted, if a checkpoint has them

@@ -3,23 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, ClassVar, cast
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from . import _checkpoint, _foreign, _saved, _sharding
+from . import _checkpoint, _saved, _sharding
+from ._foreign.load import as_ours
 from ._keeps_state import KeepsState
 from ._settings import Settings, resolved
-
-if TYPE_CHECKING:
-    from ._optimizer import LowBitOptimizer
 
 
 class LoadsState(KeepsState):
     """An optimizer's state dicts: its settings and the state of its parameters, out and in."""
 
-    family: ClassVar[str]
     _settings: Settings
     _places: dict[Tensor, tuple[int, int]]
 
@@ -76,7 +73,7 @@ class LoadsState(KeepsState):
 
     def _checked(self, state_dict: dict[str, Any]) -> tuple[dict[str, Any], list[dict[str, Any]]]:
         """A state dict in this package's terms, and its groups; nothing has been changed."""
-        state_dict = _foreign.as_ours(cast("LowBitOptimizer", self), state_dict)
+        state_dict = as_ours(self, state_dict)
         _checkpoint.check_header(state_dict, self.family, self.defaults)
         for index, group in enumerate(self.param_groups):
             self._settings.settle(index, group)

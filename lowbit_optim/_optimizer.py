@@ -21,7 +21,6 @@ from lowbit_optim_kernels.weights import RESIDUAL_KEY
 from . import _checks, _gradients, _manager, _sharding, _state
 from ._gathering import Copies
 from ._loads_state import LoadsState
-from ._release import ReleasedGradients
 from ._settings import Settings, resolved, without_numpy
 
 # Settings that decide how state is stored, what is compiled and which engine takes it.
@@ -49,7 +48,6 @@ class LowBitOptimizer(LoadsState):
     when the groups before it have been launched.
     """
 
-    family: ClassVar[str]
     HYPER: ClassVar[tuple[str, ...]] = ()  # settings that the rule reads by their own names
     BETAS: ClassVar[int] = 2  # how many `betas` there are, which it reads as beta1, beta2, ...
     grad_scale: Tensor  # which a GradScaler sets while it has `step` called
@@ -92,7 +90,8 @@ class LowBitOptimizer(LoadsState):
         self._overrides = _manager.Overrides()
         self._partial_plans: dict[Any, StepPlan] = {}
         self._places = {}
-        self._released: ReleasedGradients | None = getattr(self, "_released", None)
+        # What steps what the hooks of released gradients leave.
+        self._released: Callable[[], None] | None = getattr(self, "_released", None)
 
     def _check_given(self, group: Mapping[str, Any]) -> None:
         """Raise for settings that a user may not write; a step may come to others."""
@@ -194,7 +193,7 @@ class LowBitOptimizer(LoadsState):
                 loss = closure()
         if self._released is not None:
             self._check_unscaled()
-            self._released.finish()
+            self._released()
         self._step_groups()
         return loss
 

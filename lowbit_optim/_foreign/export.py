@@ -4,15 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import Tensor
 
 from .. import _checkpoint, _sharding
+from .._optimizer import LowBitOptimizer
 from .._settings import without_numpy
-
-if TYPE_CHECKING:
-    from .._optimizer import LowBitOptimizer
 
 EXACT = {"optim_bits": 32, "state_format": None}
 
@@ -82,8 +80,6 @@ class Group:
 
 def require_optimizer(optimizer: Any, function: str) -> None:
     """Raise a TypeError for what is no optimizer of this package."""
-    from .._optimizer import LowBitOptimizer  # imports this package, to load
-
     if not isinstance(optimizer, LowBitOptimizer):
         raise TypeError(
             f"{function} takes an optimizer of lowbit_optim, got {type(optimizer).__name__}"

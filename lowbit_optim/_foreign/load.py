@@ -3,23 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from .. import _checkpoint, _checks
+from .._keeps_state import KeepsState
 from .bitsandbytes import BITSANDBYTES
 from .library import Library
 from .torchao import TORCHAO
-
-if TYPE_CHECKING:
-    from .._optimizer import LowBitOptimizer
 
 LIBRARIES: tuple[Library, ...] = (BITSANDBYTES, TORCHAO)
 
 
 @torch.no_grad()
-def as_ours(optimizer: LowBitOptimizer, state_dict: Any) -> Any:
+def as_ours(optimizer: KeepsState, state_dict: Any) -> Any:
     """A state dict of another library as one of ours, with a warning; any other as it is.
 
     Args:

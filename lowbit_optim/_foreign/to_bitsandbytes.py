@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from functools import cache, partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,12 +15,10 @@ from lowbit_optim_kernels.formats.dynamic8 import DYNAMIC8, block_absmax, create
 from lowbit_optim_kernels.rules import SIGNED, SQUARE, Moment
 
 from .. import _saved
+from .._optimizer import LowBitOptimizer
 from .bitsandbytes import BLOCKS, FAMILIES, NESTED, Family
 from .coded import same_blocks
 from .export import Group, Member, groups_of, require_optimizer
-
-if TYPE_CHECKING:
-    from .._optimizer import LowBitOptimizer
 
 Numbers = Callable[[], dict[str, Tensor]]  # a parameter's moments in 32 bits, made when wanted
 LAYOUTS = ("flat", "nested")

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from lowbit_optim_kernels.plan import STEP_DTYPE
 
 from .. import _checkpoint
+from .._optimizer import LowBitOptimizer
 from .export import Group, Member, groups_of, require_optimizer
-
-if TYPE_CHECKING:
-    from .._optimizer import LowBitOptimizer
 
 FAMILIES = ("SGD", "Adam", "AdamW", "RMSprop", "Adagrad")
 HOW_TO_RUN = ("foreach", "fused", "capturable", "differentiable")  # what they compute is the same
