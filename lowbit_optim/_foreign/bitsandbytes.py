@@ -124,6 +124,7 @@ class BitsAndBytes(Library):
     """bitsandbytes' state dicts, flat and nested, of 8 and 32 bits."""
 
     name = "bitsandbytes"
+    families = tuple(sorted(FAMILIES))
 
     def recognises(self, state_dict: Mapping[str, Any]) -> bool:
         """By a state's keys or, before the first step, by those of the groups."""
@@ -137,11 +138,6 @@ class BitsAndBytes(Library):
             and len(groups) > 0
             and all(isinstance(one, Mapping) and one.keys() - BESIDE in layouts for one in groups)
         )
-
-    def check_family(self, family: str) -> None:
-        """Raise a ValueError for an optimizer that bitsandbytes does not have."""
-        if family not in FAMILIES:
-            raise ValueError(f"it has no {family}, only {', '.join(sorted(FAMILIES))}")
 
     def group(self, saved: Mapping[str, Any], family: str) -> dict[str, Any]:
         """What its groups say, and what its classes always do; nothing of what they ignore."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,7 +10,7 @@ from torch import Tensor
 
 from .. import _checkpoint, _sharding
 from .._optimizer import LowBitOptimizer
-from .._settings import without_numpy
+from .._settings import NO_SETTINGS, without_numpy
 
 EXACT = {"optim_bits": 32, "state_format": None}
 
@@ -78,12 +78,15 @@ class Group:
                 )
 
 
-def require_optimizer(optimizer: Any, function: str) -> None:
-    """Raise a TypeError for what is no optimizer of this package."""
+def require_optimizer(optimizer: Any, function: str, library: str, families: Sequence[str]) -> None:
+    """Raise for what is no optimizer of this package, or none that the library has."""
     if not isinstance(optimizer, LowBitOptimizer):
         raise TypeError(
             f"{function} takes an optimizer of lowbit_optim, got {type(optimizer).__name__}"
         )
+    if optimizer.family not in families:
+        allowed = ", ".join(families)
+        raise ValueError(f"{library} has no {optimizer.family}; {function} takes {allowed}")
 
 
 def groups_of(optimizer: LowBitOptimizer) -> Iterator[Group]:
@@ -94,6 +97,7 @@ def groups_of(optimizer: LowBitOptimizer) -> Iterator[Group]:
             a DTensor, of which other libraries know no shards.
     """
     indices: dict[Tensor, int] = {}
+    known = {*optimizer.defaults, *NO_SETTINGS}
     for number, group in enumerate(optimizer.param_groups):
         inherited = optimizer._settings_of(number)
         parts = {}
@@ -109,9 +113,7 @@ def groups_of(optimizer: LowBitOptimizer) -> Iterator[Group]:
         yield Group(
             name=f"parameter group {number}",
             settings={key: _number(x) for key, x in inherited.items() if key != "params"},
-            added={
-                key: x for key, x in group.items() if key not in {*optimizer.defaults, "params"}
-            },
+            added={key: _beside(x) for key, x in group.items() if key not in known},
             members=tuple(
                 Member(indices.setdefault(p, len(indices)), p, parts[p], optimizer.state.get(p, {}))
                 for p in group["params"]
@@ -128,6 +130,12 @@ def _require_inherited(number: int, part: Mapping[str, Any], inherited: Mapping[
                 "put them into a group of their own, state dicts of other libraries have no "
                 "settings of single parameters"
             )
+
+
+def _beside(value: Any) -> Any:
+    """What is beside settings, shared with nobody; `initial_lr` is a number, as `lr` is."""
+    one = isinstance(value, Tensor) and value.numel() == 1
+    return value.item() if one else _checkpoint.copied(value)
 
 
 def _number(value: Any) -> Any:

@@ -33,7 +33,8 @@ def as_ours(optimizer: KeepsState, state_dict: Any) -> Any:
     name, family = type(optimizer).__name__, optimizer.family
     where = f"{name} cannot load this state_dict of {library.name}"
     with _checkpoint.refusing(where):
-        library.check_family(family)
+        if family not in library.families:
+            raise ValueError(f"it has no {family}, only {', '.join(library.families)}")
         _checkpoint.check_groups(state_dict["param_groups"])
         groups = [library.group(group, family) for group in state_dict["param_groups"]]
     converted = {**state_dict, "param_groups": groups, "state": dict(state_dict["state"])}

@@ -14,9 +14,9 @@ from lowbit_optim_kernels.formats import units
 from lowbit_optim_kernels.formats.dynamic8 import DYNAMIC8, block_absmax, create_dynamic_map, encode
 from lowbit_optim_kernels.rules import SIGNED, SQUARE, Moment
 
-from .. import _saved
+from .. import _checks, _saved
 from .._optimizer import LowBitOptimizer
-from .bitsandbytes import BLOCKS, FAMILIES, NESTED, Family
+from .bitsandbytes import BITSANDBYTES, BLOCKS, FAMILIES, NESTED, Family
 from .coded import same_blocks
 from .export import Group, Member, groups_of, require_optimizer
 
@@ -62,14 +62,10 @@ def to_bitsandbytes_state_dict(optimizer: LowBitOptimizer, layout: str = "flat")
         >>> saved["state"][0]["state1"].shape == model.body.weight.shape
         True
     """
-    require_optimizer(optimizer, "to_bitsandbytes_state_dict")
-    if layout not in LAYOUTS:
-        raise ValueError(f"layout must be one of 'flat', 'nested'; got {layout!r}")
-    name = optimizer.family
-    if name not in FAMILIES:
-        allowed = ", ".join(sorted(FAMILIES))
-        raise ValueError(f"bitsandbytes has no {name}; to_bitsandbytes_state_dict takes {allowed}")
-    its, groups = FAMILIES[name], list(groups_of(optimizer))
+    _checks.one_of("layout", layout, LAYOUTS)
+    function = "to_bitsandbytes_state_dict"
+    require_optimizer(optimizer, function, "bitsandbytes", BITSANDBYTES.families)
+    its, groups = FAMILIES[optimizer.family], list(groups_of(optimizer))
     packed = [group.packed(_settings(its, group)) for group in groups]
     state: dict[int, dict[str, Any]] = {}
     for member in (member for group in groups for member in group.members):
