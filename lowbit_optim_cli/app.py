@@ -113,6 +113,9 @@ class Layout(str, Enum):
     nested = "nested"
 
 
+AsJson = Annotated[bool, typer.Option("--json", help="print JSON")]
+
+
 def _names() -> list[str]:
     """Optimizers, for the shell's completion."""
     from .optimizers import ROLES
@@ -192,7 +195,7 @@ def estimate(
 @app.command(help=INSPECT)
 def inspect(
     checkpoint: Annotated[Path, typer.Argument(help="torch.save's file, safetensors, DCP folder")],
-    as_json: Annotated[bool, typer.Option("--json", help="print JSON")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Print what a checkpoint holds."""
     from . import inspection
@@ -232,9 +235,7 @@ def convert(
 
 
 @app.command(help=DOCTOR)
-def doctor(
-    as_json: Annotated[bool, typer.Option("--json", help="print JSON")] = False,
-) -> None:
+def doctor(as_json: AsJson = False) -> None:
     """Print what there is."""
     from . import doctor as doctors
 
@@ -253,7 +254,7 @@ def compare(
     ] = ["AdamW"],  # noqa: B006  # typer copies it
     steps: Annotated[int, typer.Option(min=1, max=100_000)] = 300,
     seed: Annotated[int, typer.Option(min=0, max=2**31)] = 0,
-    as_json: Annotated[bool, typer.Option("--json", help="print JSON")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Train and print the table."""
     from . import comparison

@@ -23,14 +23,13 @@ from torch import Tensor, nn
 import lowbit_optim
 
 from .checkpoints import tensors
-from .conversion import named_family
+from .conversion import OPTIONS, named_family
 from .optimizers import BITS, own_layouts
 
 SYMBOLS, WIDTH, BATCH = 32, 256, 256
 # Learning rates at which the 32-bit optimizers learn this; 1e-3 for the others.
 LR = {"SGD": 0.1, "LARS": 1.0, "Lion": 3e-4, "LAMB": 1e-2, "LANS": 1e-2, "Adagrad": 1e-2,
       "Cain": 1e-2, "LearnedGradient": 1e-2}  # fmt: skip
-OPTIONS = {"SGD": {"momentum": 0.9}, "LARS": {"momentum": 0.9}}
 
 
 @dataclass(frozen=True)

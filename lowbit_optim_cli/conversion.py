@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 import lowbit_optim
 from lowbit_optim import LowBitOptimizer, _checkpoint
+from lowbit_optim._foreign.bitsandbytes import NESTED
 from lowbit_optim._foreign.load import LIBRARIES
 from lowbit_optim_kernels.formats import FORMATS, units
 from lowbit_optim_kernels.rules import Moment
@@ -29,7 +30,7 @@ from .checkpoints import Found
 from .errors import Refused, plural
 
 TORCH = "torch.optim"
-STORAGE = ("state_format", "optim_bits", "min_8bit_size", "master_weight_bits")
+OPTIONS = {"SGD": {"momentum": 0.9}, "LARS": {"momentum": 0.9}}  # which keep nothing without
 # What the groups of torch.optim's classes have that those of the others have not.
 TELLING = {
     "SGD": {"momentum", "dampening", "nesterov"},
@@ -118,7 +119,7 @@ def _storage(
     if format is not None:
         return {"state_format": format}
     if library(state_dict) == "lowbit_optim":
-        return {key: group[key] for key in STORAGE if key in group}
+        return {key: group[key] for key in _checkpoint.STORAGE_SETTINGS if key in group}
     coded = library(state_dict) != TORCH and any(
         x.itemsize == 1 for x in checkpoints.tensors(state_dict["state"])
     )
@@ -140,15 +141,15 @@ def _parameters(state_dict: Mapping[str, Any], name: str) -> Iterator[list[nn.Pa
 def moments_of(name: str) -> tuple[Moment, ...]:
     """The moments that a class can keep, with whatever settings."""
     cls = getattr(lowbit_optim, name)
-    options: dict[str, Any] = {"momentum": 0.9} if name in ("SGD", "LARS") else {}
-    return (*cls([torch.zeros(1)], lr=0.0, **options).moments(), *cls.SAVED_MOMENTS)
+    optimizer = cls([torch.zeros(1)], lr=0.0, **OPTIONS.get(name, {}))
+    return (*optimizer.moments(), *cls.SAVED_MOMENTS)
 
 
 def _parameter(saved: Mapping[str, Any], moments: tuple[Moment, ...]) -> nn.Parameter:
     """A parameter of the shape that its moments have, and of a dtype that fits them."""
     shape: tuple[int, ...] = (0,)
     dtype = torch.bfloat16 if RESIDUAL_KEY in saved else torch.float32
-    flat = {**saved, **(saved.get("__bnb_optimizer_quant_state__") or {})}
+    flat = {**saved, **(saved.get(NESTED) or {})}
     if isinstance(flat.get("state1"), Tensor):
         shape = tuple(flat["state1"].shape)
         if sum(moment.signed for moment in moments) == 2:  # AdEMAMix stacks its averages

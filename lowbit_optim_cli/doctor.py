@@ -100,12 +100,10 @@ def _cache() -> dict[str, Any]:
         warnings.simplefilter("always")
         folder = module_cache.cache_folder()
     said = "; ".join(str(warning.message) for warning in caught)
-    if folder is None:
-        return {"folder": None, "writable": False, "files": 0, "bytes": 0, "warning": said}
-    files = [path for path in folder.iterdir() if path.is_file()]
+    files = [path for path in folder.iterdir() if path.is_file()] if folder else []
     return {
-        "folder": str(folder),
-        "writable": _writable(folder),
+        "folder": folder and str(folder),
+        "writable": folder is not None and _writable(folder),
         "files": len(files),
         "bytes": sum(path.stat().st_size for path in files),
         "warning": said,

@@ -62,17 +62,8 @@ def inspect(path: Path) -> list[Report]:
     Raises:
         Refused: if it is none of them, or asks for code to be run.
     """
-    if path.is_dir():
-        from . import distributed  # torch.distributed takes a second to import
-
-        stored = distributed.read(path)
-        return [
-            _listed(f"a distributed checkpoint (DCP) of {plural(len(stored), 'tensor')}", stored)
-        ]
-    if path.suffix == ".safetensors":
-        entries = read_header(path)
-        named = [(e.name.rpartition(".")[2], e.dtype, e.shape, e.bytes) for e in entries]
-        return [_listed(f"a safetensors file of {plural(len(entries), 'tensor')}", named)]
+    if path.is_dir() or path.suffix == ".safetensors":
+        return [_listed(path)]
     checkpoint = checkpoints.read(path)
     found = checkpoints.optimizers(checkpoint)
     if not found:
@@ -85,9 +76,17 @@ def inspect(path: Path) -> list[Report]:
     return [_report(one) for one in found]
 
 
-def _listed(summary: str, tensors: Iterable[tuple[str, str, tuple[int, ...], int]]) -> Report:
-    """A report of tensors by the last part of their names."""
-    return Report("the file itself", summary, _kinds(tensors))
+def _listed(path: Path) -> Report:
+    """A report of a file's or a folder's tensors, by the last part of their names."""
+    if path.is_dir():
+        from . import distributed  # torch.distributed takes a second to import
+
+        what, stored = "a distributed checkpoint (DCP)", distributed.read(path)
+    else:
+        what, entries = "a safetensors file", read_header(path)
+        stored = [(e.name.rpartition(".")[2], e.dtype, e.shape, e.bytes) for e in entries]
+    summary = f"{what} of {plural(len(stored), 'tensor')}"
+    return Report("the file itself", summary, _kinds(stored))
 
 
 def _kinds(tensors: Iterable[tuple[str, str, tuple[int, ...], int]]) -> tuple[Kind, ...]:
