@@ -32,9 +32,6 @@ class Adagrad(LowBitOptimizer):
         eps: added to the denominator.
         max_unorm: cap the norm of d / (sqrt(s) + eps) at max_unorm ||p||; 0 is off.
 
-    Raises:
-        ValueError, TypeError: naming the argument that is not allowed.
-
     Example:
         >>> optimizer = Adagrad8bit(model.parameters(), lr=1e-2)
 

@@ -35,9 +35,6 @@ class Adam(LowBitOptimizer):
         amsgrad: use the largest second moment so far, a third state.
         decoupled_weight_decay: shrink p by 1 - lr weight_decay instead (AdamW).
 
-    Raises:
-        ValueError, TypeError: naming the argument that is not allowed.
-
     Example:
         >>> optimizer = Adam8bit(model.parameters(), lr=1e-3)
 
@@ -109,9 +106,6 @@ class AdamW(Adam):
 
     Args:
         weight_decay: decoupled weight decay.
-
-    Raises:
-        ValueError, TypeError: naming the argument that is not allowed.
 
     Example:
         >>> optimizer = AdamW8bit(model.parameters(), lr=1e-3, weight_decay=0.1)

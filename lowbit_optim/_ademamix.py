@@ -43,9 +43,6 @@ class AdEMAMix(LowBitOptimizer):
         eps: added to the denominator.
         weight_decay: decoupled weight decay.
 
-    Raises:
-        ValueError, TypeError: naming the argument that is not allowed.
-
     Example:
         >>> optimizer = AdEMAMix8bit(model.parameters(), lr=1e-3, t_alpha=100_000, t_beta3=100_000)
 

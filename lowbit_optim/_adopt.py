@@ -39,9 +39,6 @@ class ADOPT(LowBitOptimizer):
             for no bound.
         decoupled_weight_decay: shrink p by 1 - lr weight_decay instead.
 
-    Raises:
-        ValueError, TypeError: naming the argument that is not allowed.
-
     Example:
         >>> optimizer = ADOPT8bit(model.parameters(), lr=1e-3)
 

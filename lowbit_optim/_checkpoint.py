@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from numbers import Real
@@ -218,11 +217,6 @@ def other_entries(state_dict: Mapping[str, Any]) -> dict[Any, Any]:
     listed = {index for group in state_dict["param_groups"] for index in group["params"]}
     entries = state_dict["state"].items()
     return {key: copied(value) for key, value in entries if key not in listed}
-
-
-def as_state(state: Mapping[Tensor, dict[str, Any]]) -> defaultdict[Tensor, dict[str, Any]]:
-    """The container that torch.optim.Optimizer keeps state in."""
-    return defaultdict(dict, state)
 
 
 def check_values(

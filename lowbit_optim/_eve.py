@@ -37,9 +37,6 @@ class Eve(LowBitOptimizer):
         target_rms: root mean square of p above which it decays, in (0, 10].
         max_unorm: cap the norm of the update without the decay at max_unorm ||p||; 0 is off.
 
-    Raises:
-        ValueError, TypeError: naming the argument that is not allowed.
-
     Example:
         >>> optimizer = Eve8bit(model.parameters(), lr=3e-3)
 

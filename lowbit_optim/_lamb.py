@@ -51,9 +51,6 @@ class LAMB(TrustOptimizer):
         weight_norm_bounds: None or (low, high), the paper's phi: bounds of ||p|| in the trust
             ratio. Needs a `trust_coefficient`.
 
-    Raises:
-        ValueError, TypeError: naming the argument that is not allowed.
-
     Example:
         >>> optimizer = LAMB8bit(model.parameters(), lr=2e-3, trust_coefficient=1.0)
 

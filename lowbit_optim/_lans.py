@@ -47,9 +47,6 @@ class LANS(LowBitOptimizer):
             step is the same, because LANS normalizes the gradient afterwards. 100 is off.
         max_unorm: cap ||u||, trust ratios included, at max_unorm ||p||; 0 is off.
 
-    Raises:
-        ValueError, TypeError: naming the argument that is not allowed.
-
     Example:
         >>> optimizer = LANS8bit(model.parameters(), lr=7e-3, weight_decay=0.01)
 

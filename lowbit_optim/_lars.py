@@ -15,11 +15,7 @@ from ._arguments import documented, settings_of
 from ._trust import TrustOptimizer
 from ._variants import fixed_bits
 
-SCALE_AT = {
-    "grad": rules_sgd.AT_GRAD,
-    "update": rules_sgd.AT_UPDATE,
-    "lr": rules_sgd.AT_LR,
-}
+SCALE_AT = {"grad": rules_sgd.AT_GRAD, "update": rules_sgd.AT_UPDATE, "lr": rules_sgd.AT_LR}
 ZERO_NORM = {
     "one": rules_sgd.ZERO_ONE,
     "denom": rules_sgd.ZERO_DENOM,
@@ -93,9 +89,6 @@ class LARS(TrustOptimizer):
         adapt: "always", or "wd" to adapt only groups with weight decay.
         skip_wd: leave weight decay out of the update; it stays in D.
         weight_norm_bounds: None or (low, high), bounds of ||p|| in the ratio.
-
-    Raises:
-        ValueError, TypeError: naming the argument that is not allowed.
 
     Example:
         >>> optimizer = LARS8bit(model.parameters(), lr=4.0, momentum=0.9, weight_decay=1e-4,

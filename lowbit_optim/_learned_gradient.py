@@ -71,9 +71,6 @@ class LearnedGradient(EagerOptimizer):
         max_size: a longer dimension gets no matrices; None for no limit. It is read in a
             parameter's first step.
 
-    Raises:
-        ValueError, TypeError: naming the argument that is not allowed.
-
     Example:
         >>> optimizer = LearnedGradient8bit(model.parameters(), lr=3e-2, max_size=2048)
 

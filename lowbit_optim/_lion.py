@@ -30,9 +30,6 @@ class Lion(LowBitOptimizer):
         betas: weight of the momentum in the update, and its decay rate.
         weight_decay: decoupled weight decay.
 
-    Raises:
-        ValueError, TypeError: naming the argument that is not allowed.
-
     Example:
         >>> optimizer = Lion8bit(model.parameters(), lr=1e-4, weight_decay=0.1)
 

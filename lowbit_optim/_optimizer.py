@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping
-from typing import Any, ClassVar, overload
+from typing import Any, overload
 
 import torch
 from torch import Tensor
@@ -48,8 +48,6 @@ class LowBitOptimizer(LoadsState):
     when the groups before it have been launched.
     """
 
-    HYPER: ClassVar[tuple[str, ...]] = ()  # settings that the rule reads by their own names
-    BETAS: ClassVar[int] = 2  # how many `betas` there are, which it reads as beta1, beta2, ...
     grad_scale: Tensor  # which a GradScaler sets while it has `step` called
     _step_supports_amp_scaling = True
 
@@ -98,24 +96,6 @@ class LowBitOptimizer(LoadsState):
         settings = resolved(group)
         _checks.initial_learning_rate(settings["lr"])
         self._check(settings)
-
-    def _check(self, settings: Mapping[str, Any]) -> None:
-        """Raise for settings that no step can run with."""
-        self._validate(settings)
-        self._check_format(settings)
-
-    # What a front-end supplies.
-
-    def _validate(self, group: Mapping[str, Any]) -> None:
-        """Raise for settings that no step can run with; `group` has them all, resolved."""
-        _checks.common(group)
-        if "betas" in group:
-            _checks.betas(group["betas"], self.BETAS)
-
-    def _hyper(self, group: Mapping[str, Any]) -> dict[str, float | Tensor]:
-        """The rule's hyperparameters by name, but lr and max_unorm."""
-        betas = {f"beta{i}": beta for i, beta in enumerate(group.get("betas", ()), 1)}
-        return {**betas, **{name: group[name] for name in self.HYPER}}
 
     # What tools, tests and benchmarks may look at, beside `plans`.
 
@@ -303,10 +283,6 @@ class LowBitOptimizer(LoadsState):
     def _parts(self, index: int) -> list[tuple[Any, Mapping[str, Any]]]:
         """A group's settings by what is overridden of its parameters; each part with a key."""
         return [((index, key), part) for key, part in self._overridden(self._settings_of(index))]
-
-    def _overridden(self, settings: Mapping[str, Any]) -> list[tuple[Any, Mapping[str, Any]]]:
-        """Settings by what `GlobalOptimManager` overrides of the parameters."""
-        return self._overrides.parts(settings, self._check)
 
     def _gradients(self, group: Mapping[str, Any]) -> list[tuple[Tensor, Tensor, str]]:
         """Each parameter that has a gradient, with its gradient and engine; checked."""

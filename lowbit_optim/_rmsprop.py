@@ -36,9 +36,6 @@ class RMSprop(LowBitOptimizer):
         momentum: decay of the momentum buffer; 0 keeps none.
         centered: divide by the root of the variance instead of the mean square, a further state.
 
-    Raises:
-        ValueError, TypeError: naming the argument that is not allowed.
-
     Example:
         >>> optimizer = RMSprop8bit(model.parameters(), lr=1e-3, momentum=0.9)
 

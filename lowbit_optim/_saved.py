@@ -121,8 +121,10 @@ def _check_numbers(moment: Moment, value: Tensor, p: Tensor) -> None:
         raise ValueError(f"{moment.key!r} has elements that are not {allowed}")
 
 
-def require_dense(key: str, value: Tensor, dtypes: tuple[torch.dtype | None, ...] = REAL) -> None:
-    """Refuse a tensor of another dtype than these, or a sparse one."""
+def require_dense(key: str, value: Any, dtypes: tuple[torch.dtype | None, ...] = REAL) -> None:
+    """Refuse what is no tensor of one of these dtypes, or a sparse one."""
+    if not isinstance(value, Tensor):
+        raise ValueError(f"{key!r} must be a tensor, got {value!r}")
     if value.dtype not in dtypes or value.layout != torch.strided:
         allowed = ", ".join(map(str, dtypes))
         raise ValueError(
@@ -130,7 +132,7 @@ def require_dense(key: str, value: Tensor, dtypes: tuple[torch.dtype | None, ...
         )
 
 
-def require_scales(key: str, value: Tensor) -> None:
+def require_scales(key: str, value: Any) -> None:
     """Refuse scales that are no dense numbers, negative or not finite."""
     require_dense(key, value)
     if not bool(((value >= 0) & value.isfinite()).all()):

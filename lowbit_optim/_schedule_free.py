@@ -45,9 +45,6 @@ class ScheduleFreeAdamW(LowBitOptimizer):
         weight_lr_power: and the largest learning rate so far to this power.
         max_unorm: cap ||u|| at max_unorm ||y||; 0 is off.
 
-    Raises:
-        ValueError, TypeError: naming the argument that is not allowed.
-
     Example:
         >>> optimizer = ScheduleFreeAdamW8bit(model.parameters(), lr=2.5e-3, warmup_steps=100)
 

@@ -34,9 +34,6 @@ class SGD(LowBitOptimizer):
         weight_decay: coupled (L2) weight decay.
         nesterov: use Nesterov's momentum.
 
-    Raises:
-        ValueError, TypeError: naming the argument that is not allowed.
-
     Example:
         >>> optimizer = SGD8bit(model.parameters(), lr=0.1, momentum=0.9)
 

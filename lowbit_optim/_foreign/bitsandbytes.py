@@ -28,7 +28,8 @@ from lowbit_optim_kernels.rules.lion import MOMENTUM as LION
 from lowbit_optim_kernels.rules.rmsprop import MEAN_SQUARE
 from lowbit_optim_kernels.rules.sgd import MOMENTUM as SGD
 
-from .coded import Coded, check_book, check_scales, scales_of
+from .._saved import require_scales
+from .coded import Coded, check_book, scales_of
 from .library import Library
 
 NESTED = "__bnb_optimizer_quant_state__"
@@ -73,33 +74,24 @@ class Family:
         caution = {"cautious": False} if self.cautious else {}
         return {"maximize": False, **caution, **self.always}
 
-    @property
-    def group_keys(self) -> tuple[str, ...]:
-        """The settings in its groups."""
-        return ONE_STATE if len(self.states) == 1 else TWO_STATES
 
-
-BETAS = ("lr", "betas", "eps", "weight_decay")
+ADAM_STATES = (ADAM[:1], ADAM[1:])
 MOMENTUM_ONLY = {"dampening": 0.0, "nesterov": False}
 FAMILIES: dict[str, Family] = {
     "Adam": Family(
-        (ADAM[:1], ADAM[1:]), BETAS, always={"amsgrad": False, "decoupled_weight_decay": True}
+        ADAM_STATES, ONE_STATE, always={"amsgrad": False, "decoupled_weight_decay": True}
     ),
-    "AdamW": Family((ADAM[:1], ADAM[1:]), BETAS, always={"amsgrad": False}),
+    "AdamW": Family(ADAM_STATES, ONE_STATE, always={"amsgrad": False}),
     "LAMB": Family(
-        (ADAM[:1], ADAM[1:]),
-        BETAS,
+        ADAM_STATES,
+        ONE_STATE,
         always={
             "amsgrad": False, "bias_correction": True, "adam_w_mode": True,
             "trust_coefficient": None,
         },
         whole=True,
     ),
-    "AdEMAMix": Family(
-        (ADEMAMIX[:2], ADEMAMIX[2:]),
-        (*BETAS, "alpha", "t_alpha", "t_beta3"),
-        by_constructor=False,
-    ),
+    "AdEMAMix": Family((ADEMAMIX[:2], ADEMAMIX[2:]), TWO_STATES, by_constructor=False),
     "SGD": Family((SGD,), ("lr", "weight_decay"), "momentum", MOMENTUM_ONLY),
     "LARS": Family(
         (SGD,),
@@ -255,7 +247,7 @@ def _scales(flat: Mapping[str, Any], i: int, count: int, numel: int) -> tuple[li
     else:
         key, blocks = f"absmax{i}", {block: scales_of(numel, block) for block in BLOCKS}
     scales = _required(flat, key)
-    check_scales(key, scales)
+    require_scales(key, scales)
     for block, length in blocks.items():
         if tuple(scales.shape) == ((count, length) if count > 1 else (length,)):
             return list(scales.detach().reshape(count, length).unbind(0)), block

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from .. import _checkpoint, _sharding
 from .._optimizer import LowBitOptimizer
-from .._settings import NO_SETTINGS, without_numpy
+from .._settings import NO_SETTINGS, as_number
 
 EXACT = {"optim_bits": 32, "state_format": None}
 
@@ -112,7 +112,9 @@ def groups_of(optimizer: LowBitOptimizer) -> Iterator[Group]:
             parts.update(dict.fromkeys(part["params"], part))
         yield Group(
             name=f"parameter group {number}",
-            settings={key: _number(x) for key, x in inherited.items() if key != "params"},
+            settings={
+                key: as_number(x, wait=True) for key, x in inherited.items() if key != "params"
+            },
             added={key: _beside(x) for key, x in group.items() if key not in known},
             members=tuple(
                 Member(indices.setdefault(p, len(indices)), p, parts[p], optimizer.state.get(p, {}))
@@ -134,14 +136,4 @@ def _require_inherited(number: int, part: Mapping[str, Any], inherited: Mapping[
 
 def _beside(value: Any) -> Any:
     """What is beside settings, shared with nobody; `initial_lr` is a number, as `lr` is."""
-    one = isinstance(value, Tensor) and value.numel() == 1
-    return value.item() if one else _checkpoint.copied(value)
-
-
-def _number(value: Any) -> Any:
-    """A setting as numbers, also one that is a tensor on an accelerator."""
-    if isinstance(value, (list, tuple)):
-        return tuple(map(_number, value))
-    if isinstance(value, Tensor) and value.numel() == 1:
-        return value.item()
-    return without_numpy(value)
+    return _checkpoint.copied(as_number(value, wait=True) if isinstance(value, Tensor) else value)

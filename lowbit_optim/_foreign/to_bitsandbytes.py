@@ -16,7 +16,7 @@ from lowbit_optim_kernels.rules import SIGNED, SQUARE, Moment
 
 from .. import _checks, _saved
 from .._optimizer import LowBitOptimizer
-from .bitsandbytes import BITSANDBYTES, BLOCKS, FAMILIES, NESTED, Family
+from .bitsandbytes import BITSANDBYTES, BLOCKS, FAMILIES, NESTED, ONE_STATE, TWO_STATES, Family
 from .coded import same_blocks
 from .export import Group, Member, groups_of, require_optimizer
 
@@ -84,15 +84,13 @@ def _settings(its: Family, group: Group) -> dict[str, Any]:
     if not its.by_constructor:
         required.update(NOT_BY_CONSTRUCTOR)
     group.require(required, "bitsandbytes")
-    theirs: dict[str, Any] = {"betas": (0.0, 0.0), "eps": 0.0}
-    if len(its.states) == 2:
-        theirs.update(alpha=0.0, t_alpha=None, t_beta3=None)
-    theirs.update({key: ours[key] for key in its.settings})
+    unused = {"betas": (0.0, 0.0), "eps": 0.0, "alpha": 0.0, "t_alpha": None, "t_beta3": None}
+    theirs: dict[str, Any] = {**unused, **{key: ours[key] for key in its.settings}}
     if its.first_beta is not None:
         theirs["betas"] = (ours[its.first_beta], 0.0)
     if its.first_beta == "momentum" and ours["momentum"] == 0:
         raise ValueError(f"{group.name} has momentum=0, which bitsandbytes refuses")
-    return {key: theirs[key] for key in its.group_keys}
+    return {key: theirs[key] for key in (ONE_STATE if len(its.states) == 1 else TWO_STATES)}
 
 
 def _state(optimizer: LowBitOptimizer, its: Family, member: Member, whole: bool) -> dict[str, Any]:

@@ -17,8 +17,8 @@ from torch import Tensor
 from lowbit_optim_kernels.rules import Moment
 from lowbit_optim_kernels.rules.adam import AMSGRAD
 
-from .._saved import require_dense
-from .coded import Coded, check_book, check_scales
+from .._saved import require_dense, require_scales
+from .coded import Coded, check_book
 from .library import Library
 
 FP8 = torch.float8_e4m3fn
@@ -69,7 +69,7 @@ def _read(value: Any, moment: Moment, p: Tensor) -> tuple[dict[str, Tensor], boo
     codes, scale, book = value.codes.detach(), value.scale.detach(), getattr(value, "qmap", None)
     if tuple(value.shape) != tuple(p.shape):
         raise ValueError(f"{key!r} has shape {tuple(value.shape)}, its parameter {tuple(p.shape)}")
-    check_scales(f"{key}.scale", scale)
+    require_scales(f"{key}.scale", scale)
     if scale.ndim != 1 or scale.numel() == 0 or numel % scale.numel():
         raise ValueError(
             f"'{key}.scale' has shape {tuple(scale.shape)}; one number a block of equal size is "
