@@ -10,6 +10,7 @@ from torch import Tensor
 
 from lowbit_optim_kernels.rules import Rule
 from lowbit_optim_kernels.rules.schedule_free import schedule_free_rule
+from lowbit_optim_kernels.step_plan import StepPlan
 
 from . import _checks, _sharding
 from ._arguments import documented, settings_of
@@ -119,13 +120,15 @@ class ScheduleFreeAdamW(LowBitOptimizer):
                         set_weight(self, p, part, moved)
             group["train_mode"] = train
 
-    def _step_groups(self) -> None:
+    def _step_parts(
+        self, parts: list[tuple[Any, Mapping[str, Any]]], last: Mapping[Any, StepPlan]
+    ) -> dict[Any, StepPlan]:
         if not all(group["train_mode"] for group in self.param_groups):
             raise RuntimeError(
                 f"{type(self).__name__}.step in eval mode: the parameters hold the average; call "
                 "the optimizer's train() before training, and eval() before evaluating"
             )
-        super()._step_groups()
+        return super()._step_parts(parts, last)
 
     def _validate(self, group: Mapping[str, Any]) -> None:
         super()._validate(group)

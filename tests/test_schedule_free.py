@@ -81,6 +81,21 @@ def test_a_step_in_eval_mode_raises_and_changes_nothing():
     assert optimizer.param_groups[1]["train_mode"] is False, "the mode of the others"
 
 
+@pytest.mark.parametrize("released", [True, False])
+def test_no_parameter_is_stepped_by_itself_in_eval_mode(released):
+    (p, *_), optimizer = build()
+    handle = lowbit_optim.release_gradients(optimizer, bucket_bytes=0) if released else None
+    optimizer.eval()
+    before = p.detach().clone()
+    p.grad = None if released else torch.ones_like(p)
+    step = p.sum().backward if released else lambda: optimizer.step_parameter(p)
+    with pytest.raises(RuntimeError, match="in eval mode"):
+        step()
+    assert torch.equal(p, before)
+    if handle is not None:
+        handle.remove()
+
+
 def test_a_checkpoint_has_the_mode_and_what_lasts(tmp_path):
     params, optimizer = build()
     train(optimizer, 3)
