@@ -185,7 +185,7 @@ def estimate(
     if size is not None and gpu is not None:
         rows = estimates.fitting(rows, size, gpu)
     further = [activations.formula(found.config)]
-    further += [activations.measure(found, measure)] if measure else []
+    further += [] if measure is None else [activations.measure(found, measure)]
     if as_json:
         typer.echo(estimates.as_json(found, rows, shards, further))
     else:

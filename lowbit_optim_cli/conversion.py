@@ -193,6 +193,14 @@ def convert(
         raise Refused(f"{target} exists; name a file that does not")
     if format is not None and format not in FORMATS:
         raise Refused(f"--format must be one of {', '.join(FORMATS)}; got {format!r}")
+    if not target.parent.is_dir():
+        raise Refused(f"there is no folder {str(target.parent)!r}")
+    if format is not None and to == "torch":
+        raise Refused(
+            f"--format {format} would round what --to torch writes: torch.optim keeps numbers"
+        )
+    if layout != "flat" and to != "bitsandbytes":
+        raise Refused(f"--layout is of --to bitsandbytes; got {layout!r} with --to {to}")
     checkpoint = checkpoints.read(source)
     found = checkpoints.optimizers(checkpoint)
     if not found:

@@ -212,13 +212,19 @@ def test_convert_refuses_what_it_cannot(tmp_path):
     assert "ratio4" in refused("convert", lion, out, "--to", "lowbit", "--format", "ratio4")
     assert "there is no file" in refused("convert", tmp_path / "absent", out, "--to", "torch")
     assert "exists; name a file" in refused("convert", lion, lion, "--to", "lowbit")
+    nowhere = ("convert", lion, tmp_path / "absent" / "out.pt", "--to", "lowbit")
+    assert refused(*nowhere) == f"lowbit-optim: there is no folder {str(tmp_path / 'absent')!r}"
+    coded = ("--to", "torch", "--format", "ratio4")
+    assert "torch.optim keeps numbers" in refused("convert", lion, out, *coded)
+    laid_out = ("--to", "torch", "--layout", "nested")
+    assert "--layout is of --to bitsandbytes" in refused("convert", lion, out, *laid_out)
     torch.save({"model": {"w": torch.zeros(3)}}, tmp_path / "model.pt")
     assert "has no optimizer's state" in refused(
         "convert", tmp_path / "model.pt", out, "--to", "torch"
     )
     assert "1 tensor, but no optimizer's state" in refused("inspect", tmp_path / "model.pt")
     assert not out.exists()
-    assert not list(tmp_path.glob("*.tmp"))
+    assert not any(path.is_dir() for path in tmp_path.iterdir())
 
 
 class Bomb:
