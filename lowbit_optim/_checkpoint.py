@@ -241,11 +241,7 @@ def check_values(
 
 
 def _check_residual(value: Any, p: Tensor) -> None:
-    if not isinstance(value, Tensor) or value.shape != p.shape:
-        got = tuple(value.shape) if isinstance(value, Tensor) else value
-        raise ValueError(
-            f"{weights.RESIDUAL_KEY!r} has shape {got!r}, its parameter {tuple(p.shape)}"
-        )
+    _saved.require_shape(repr(weights.RESIDUAL_KEY), value, p.shape)
     allowed = torch.int8, torch.int16, torch.bfloat16  # the last are an int16's bits, of DTensors
     _saved.require_dense(weights.RESIDUAL_KEY, value, allowed)
 

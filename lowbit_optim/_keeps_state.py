@@ -47,6 +47,12 @@ class KeepsState(Optimizer):
         """The rule that these settings ask for."""
         raise NotImplementedError
 
+    @staticmethod
+    @cache
+    def _cached_rule(make: Callable[..., Rule], *options: Any, **named: Any) -> Rule:
+        """What `make` gives for these options: the same rule each time, as step plans want it."""
+        return make(*options, **named)
+
     def _hyper(self, group: Mapping[str, Any]) -> dict[str, float | Tensor]:
         """The rule's hyperparameters by name, but lr and max_unorm."""
         betas = {f"beta{i}": beta for i, beta in enumerate(group.get("betas", ()), 1)}
@@ -62,12 +68,6 @@ class KeepsState(Optimizer):
         """Raise for settings that no step can run with."""
         self._validate(settings)
         self._check_format(settings)
-
-    @staticmethod
-    @cache
-    def _cached_rule(make: Callable[..., Rule], *options: Any, **named: Any) -> Rule:
-        """What `make` gives for these options: the same rule each time, as step plans want it."""
-        return make(*options, **named)
 
     def _clipping_rule(self, group: Mapping[str, Any]) -> Rule:
         """The rule that these settings ask for, with percentile clipping if they do for that."""

@@ -12,6 +12,7 @@ from lowbit_optim_kernels.weights import RESIDUAL_KEY, as_integers, split
 
 from . import _sharding
 from ._optimizer import LowBitOptimizer
+from ._saved import require_shape
 from ._state import compute_dtype
 
 Name = str | int
@@ -64,11 +65,7 @@ def load_master_weights(
         if not (isinstance(given[name], Tensor) and given[name].is_floating_point()):
             kind = getattr(given[name], "dtype", type(given[name]).__name__)
             raise TypeError(f"the weight {name!r} must be a floating tensor; got {kind}")
-        if given[name].shape != p.shape:
-            raise ValueError(
-                f"the weight {name!r} has shape {tuple(given[name].shape)}, its parameter "
-                f"{tuple(p.shape)}"
-            )
+        require_shape(f"the weight {name!r}", given[name], p.shape)
     for name, p, group in members:
         set_weight(optimizer, p, group, given[name])
 

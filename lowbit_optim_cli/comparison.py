@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 import json
+import math
 import statistics
 import time
 from collections.abc import Sequence
@@ -161,9 +162,7 @@ def as_json(results: Sequence[Result]) -> str:
 def show(console: Console, results: Sequence[Result], steps: int) -> None:
     """Print the table."""
     title = f"{steps} steps of one model, start and batches; a uniform guess has a loss of "
-    table = Table(title=f"{title}{torch.tensor(float(SYMBOLS)).log():.3f}")
-    for column in ("optimizer", "format"):
-        table.add_column(column)
+    table = Table("optimizer", "format", title=f"{title}{math.log(SYMBOLS):.3f}")
     for column in ("loss", "state, bytes per parameter", "ms per step"):
         table.add_column(column, justify="right")
     for one in results:

@@ -60,7 +60,7 @@ def inspect(path: Path) -> list[Report]:
     """The reports of a file that `torch.save` wrote, a safetensors file or a DCP folder.
 
     Raises:
-        Refused: if it is none of them, or asks for code to be run.
+        Refused: if it is none of them, asks for code to be run, or has tensors that are not dense.
     """
     if path.is_dir() or path.suffix == ".safetensors":
         return [_listed(path)]
@@ -162,9 +162,7 @@ def show(console: Console, path: Path, reports: list[Report]) -> None:
     """Print the reports."""
     for report in reports:
         console.print(f"{path}, {report.where}: {report.summary}")
-        table = Table()
-        table.add_column("tensor")
-        table.add_column("dtype")
+        table = Table("tensor", "dtype")
         for column in ("tensors", "elements", "bytes"):
             table.add_column(column, justify="right")
         for kind in report.kinds:

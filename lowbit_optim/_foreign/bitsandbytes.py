@@ -28,7 +28,7 @@ from lowbit_optim_kernels.rules.lion import MOMENTUM as LION
 from lowbit_optim_kernels.rules.rmsprop import MEAN_SQUARE
 from lowbit_optim_kernels.rules.sgd import MOMENTUM as SGD
 
-from .._saved import require_scales
+from .._saved import require_scales, require_shape
 from .coded import Coded, check_book, scales_of
 from .library import Library
 
@@ -207,9 +207,7 @@ def _values(
     key, state = f"state{i}", flat[f"state{i}"]
     stacked = len(moments) > 1
     wanted = (len(moments), *p.shape) if stacked else tuple(p.shape)
-    if not isinstance(state, Tensor) or tuple(state.shape) != wanted:
-        got = tuple(state.shape) if isinstance(state, Tensor) else state
-        raise ValueError(f"{key!r} has shape {got!r}, {wanted} is needed")
+    require_shape(repr(key), state, wanted, f"{wanted} is needed")
     if not state.is_contiguous():
         # Its kernels for GPUs go through memory in storage order, its CPU code does not.
         raise ValueError(f"{key!r} is not contiguous, which does not tell its elements' order")

@@ -17,7 +17,7 @@ from torch import Tensor
 from lowbit_optim_kernels.rules import Moment
 from lowbit_optim_kernels.rules.adam import AMSGRAD
 
-from .._saved import require_dense, require_scales
+from .._saved import require_dense, require_scales, require_shape
 from .coded import Coded, check_book
 from .library import Library
 
@@ -67,8 +67,7 @@ def _read(value: Any, moment: Moment, p: Tensor) -> tuple[dict[str, Tensor], boo
     """A moment as state dicts of ours have it, and whether that is bit for bit."""
     key, numel = moment.key, p.numel()
     codes, scale, book = value.codes.detach(), value.scale.detach(), getattr(value, "qmap", None)
-    if tuple(value.shape) != tuple(p.shape):
-        raise ValueError(f"{key!r} has shape {tuple(value.shape)}, its parameter {tuple(p.shape)}")
+    require_shape(repr(key), value, p.shape)
     require_scales(f"{key}.scale", scale)
     if scale.ndim != 1 or scale.numel() == 0 or numel % scale.numel():
         raise ValueError(
@@ -79,8 +78,7 @@ def _read(value: Any, moment: Moment, p: Tensor) -> tuple[dict[str, Tensor], boo
     packed = book is not None and tuple(book.shape) == (16,) and numel % 2 == 0
     require_dense(f"{key}.codes", codes, (FP8,) if book is None else (torch.uint8,))
     wanted = (numel // 2,) if packed else tuple(p.shape)
-    if tuple(codes.shape) != wanted:
-        raise ValueError(f"'{key}.codes' has shape {tuple(codes.shape)}, {wanted} is needed")
+    require_shape(f"'{key}.codes'", codes, wanted, f"{wanted} is needed")
     if book is None:
         return {key: _of_fp8(key, codes, scale)}, False
     check_book(f"{key}.qmap", book, 16 if packed else 256)
