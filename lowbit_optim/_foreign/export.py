@@ -32,11 +32,6 @@ class Member:
     state: Mapping[str, Any]
 
     @property
-    def where(self) -> str:
-        """What errors call it."""
-        return f"parameter {self.index} of shape {tuple(self.p.shape)}"
-
-    @property
     def steps(self) -> int:
         """How many steps have been taken with it."""
         return int(self.state["step"])
