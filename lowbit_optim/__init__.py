@@ -32,8 +32,8 @@ from ._eve import Eve as Eve
 from ._eve import Eve4bit as Eve4bit
 from ._eve import Eve8bit as Eve8bit
 from ._eve import Eve32bit as Eve32bit
-from ._foreign import to_bitsandbytes_state_dict as to_bitsandbytes_state_dict
-from ._foreign import to_torch_state_dict as to_torch_state_dict
+from ._foreign.to_bitsandbytes import to_bitsandbytes_state_dict as to_bitsandbytes_state_dict
+from ._foreign.to_torch import to_torch_state_dict as to_torch_state_dict
 from ._groups import parameter_groups as parameter_groups
 from ._lamb import LAMB as LAMB
 from ._lamb import LAMB4bit as LAMB4bit

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from functools import lru_cache
 from typing import Any
 
 from torch import Tensor
@@ -15,8 +14,6 @@ from . import _checks
 from ._arguments import documented, settings_of
 from ._optimizer import LowBitOptimizer
 from ._variants import fixed_bits
-
-_rule = lru_cache(maxsize=None)(adagrad_rule)
 
 
 @documented
@@ -35,9 +32,6 @@ class Adagrad(LowBitOptimizer):
         eps: added to the denominator.
         max_unorm: cap the norm of d / (sqrt(s) + eps) at max_unorm ||p||; 0 is off.
 
-    Raises:
-        ValueError, TypeError: naming the argument that is not allowed.
-
     Example:
         >>> optimizer = Adagrad8bit(model.parameters(), lr=1e-2)
 
@@ -53,6 +47,7 @@ class Adagrad(LowBitOptimizer):
     """
 
     family = "Adagrad"
+    HYPER = ("lr_decay", "weight_decay", "eps")
 
     def __init__(
         self,
@@ -87,10 +82,7 @@ class Adagrad(LowBitOptimizer):
         _checks.numbers(group, "lr_decay", "weight_decay", "initial_accumulator_value", "eps")
 
     def _rule(self, group: Mapping[str, Any]) -> Rule:
-        return _rule(cap=group["max_unorm"] > 0)
-
-    def _hyper(self, group: Mapping[str, Any]) -> dict[str, float | Tensor]:
-        return {name: group[name] for name in ("lr_decay", "weight_decay", "eps")}
+        return self._cached_rule(adagrad_rule, cap=group["max_unorm"] > 0)
 
     def _start(self, key: str, group: Mapping[str, Any]) -> float:
         return float(group["initial_accumulator_value"])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from functools import lru_cache
 from typing import Any
 
 from torch import Tensor
@@ -15,8 +14,6 @@ from . import _checks
 from ._arguments import documented, settings_of
 from ._optimizer import LowBitOptimizer
 from ._variants import fixed_bits
-
-_rule = lru_cache(maxsize=None)(adam_rule)
 
 
 @documented
@@ -38,9 +35,6 @@ class Adam(LowBitOptimizer):
         amsgrad: use the largest second moment so far, a third state.
         decoupled_weight_decay: shrink p by 1 - lr weight_decay instead (AdamW).
 
-    Raises:
-        ValueError, TypeError: naming the argument that is not allowed.
-
     Example:
         >>> optimizer = Adam8bit(model.parameters(), lr=1e-3)
 
@@ -53,6 +47,7 @@ class Adam(LowBitOptimizer):
     """
 
     family = "Adam"
+    HYPER = ("eps", "weight_decay")
 
     def __init__(
         self,
@@ -88,23 +83,16 @@ class Adam(LowBitOptimizer):
 
     def _validate(self, group: Mapping[str, Any]) -> None:
         super()._validate(group)
-        _checks.betas(group["betas"])
-        _checks.numbers(group, "eps", "weight_decay")
+        _checks.numbers(group, *self.HYPER)
         _checks.flags(group, "amsgrad", "decoupled_weight_decay")
 
     def _rule(self, group: Mapping[str, Any]) -> Rule:
         coupled = group["weight_decay"] != 0 and not group["decoupled_weight_decay"]
-        return _rule(group["amsgrad"], coupled, group["max_unorm"] > 0, group["cautious"])
+        cap, caution = group["max_unorm"] > 0, group["cautious"]
+        return self._cached_rule(adam_rule, group["amsgrad"], coupled, cap, caution)
 
     def _hyper(self, group: Mapping[str, Any]) -> dict[str, float | Tensor]:
-        beta1, beta2 = group["betas"]
-        return {
-            "beta1": beta1,
-            "beta2": beta2,
-            "eps": group["eps"],
-            "weight_decay": group["weight_decay"],
-            "decoupled": float(group["decoupled_weight_decay"]),
-        }
+        return {**super()._hyper(group), "decoupled": float(group["decoupled_weight_decay"])}
 
 
 @documented
@@ -118,9 +106,6 @@ class AdamW(Adam):
 
     Args:
         weight_decay: decoupled weight decay.
-
-    Raises:
-        ValueError, TypeError: naming the argument that is not allowed.
 
     Example:
         >>> optimizer = AdamW8bit(model.parameters(), lr=1e-3, weight_decay=0.1)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from functools import lru_cache
 from typing import Any
 
 from torch import Tensor
@@ -15,8 +14,6 @@ from . import _checks
 from ._arguments import documented, settings_of
 from ._optimizer import LowBitOptimizer
 from ._variants import fixed_bits
-
-_rule = lru_cache(maxsize=None)(ademamix_rule)
 
 
 @documented
@@ -46,9 +43,6 @@ class AdEMAMix(LowBitOptimizer):
         eps: added to the denominator.
         weight_decay: decoupled weight decay.
 
-    Raises:
-        ValueError, TypeError: naming the argument that is not allowed.
-
     Example:
         >>> optimizer = AdEMAMix8bit(model.parameters(), lr=1e-3, t_alpha=100_000, t_beta3=100_000)
 
@@ -62,6 +56,8 @@ class AdEMAMix(LowBitOptimizer):
     """
 
     family = "AdEMAMix"
+    HYPER = ("alpha", "eps", "weight_decay")
+    BETAS = 3
 
     def __init__(
         self,
@@ -96,28 +92,17 @@ class AdEMAMix(LowBitOptimizer):
 
     def _validate(self, group: Mapping[str, Any]) -> None:
         super()._validate(group)
-        _checks.betas(group["betas"], 3)
-        _checks.numbers(group, "alpha")
+        _checks.numbers(group, *self.HYPER)
         for name in ("t_alpha", "t_beta3"):
             if group[name] is not None:
                 _checks.integer(name, group[name], 1)
-        _checks.numbers(group, "eps", "weight_decay")
 
     def _rule(self, group: Mapping[str, Any]) -> Rule:
-        return _rule(group["max_unorm"] > 0, group["cautious"])
+        return self._cached_rule(ademamix_rule, group["max_unorm"] > 0, group["cautious"])
 
     def _hyper(self, group: Mapping[str, Any]) -> dict[str, float | Tensor]:
-        beta1, beta2, beta3 = group["betas"]
-        return {
-            "beta1": beta1,
-            "beta2": beta2,
-            "beta3": beta3,
-            "alpha": group["alpha"],
-            "t_alpha": float(group["t_alpha"] or 0),
-            "t_beta3": float(group["t_beta3"] or 0),
-            "eps": group["eps"],
-            "weight_decay": group["weight_decay"],
-        }
+        warm_ups = {name: float(group[name] or 0) for name in ("t_alpha", "t_beta3")}
+        return {**super()._hyper(group), **warm_ups}
 
 
 @fixed_bits(8)

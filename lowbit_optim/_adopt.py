@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from functools import lru_cache
 from typing import Any
 
 from torch import Tensor
@@ -15,8 +14,6 @@ from . import _checks
 from ._arguments import documented, settings_of
 from ._optimizer import LowBitOptimizer
 from ._variants import fixed_bits
-
-_rule = lru_cache(maxsize=None)(adopt_rule)
 
 
 @documented
@@ -42,9 +39,6 @@ class ADOPT(LowBitOptimizer):
             for no bound.
         decoupled_weight_decay: shrink p by 1 - lr weight_decay instead.
 
-    Raises:
-        ValueError, TypeError: naming the argument that is not allowed.
-
     Example:
         >>> optimizer = ADOPT8bit(model.parameters(), lr=1e-3)
 
@@ -58,6 +52,7 @@ class ADOPT(LowBitOptimizer):
     """
 
     family = "ADOPT"
+    HYPER = ("eps", "weight_decay")
 
     def __init__(
         self,
@@ -89,23 +84,18 @@ class ADOPT(LowBitOptimizer):
 
     def _validate(self, group: Mapping[str, Any]) -> None:
         super()._validate(group)
-        _checks.betas(group["betas"])
-        _checks.numbers(group, "eps", "weight_decay")
+        _checks.numbers(group, *self.HYPER)
         if group["clip_exp"] is not None:
             _checks.numbers(group, "clip_exp")
         _checks.flags(group, "decoupled_weight_decay")
 
     def _rule(self, group: Mapping[str, Any]) -> Rule:
         coupled = group["weight_decay"] != 0 and not group["decoupled_weight_decay"]
-        return _rule(coupled, group["max_unorm"] > 0, group["cautious"])
+        return self._cached_rule(adopt_rule, coupled, group["max_unorm"] > 0, group["cautious"])
 
     def _hyper(self, group: Mapping[str, Any]) -> dict[str, float | Tensor]:
-        beta1, beta2 = group["betas"]
         return {
-            "beta1": beta1,
-            "beta2": beta2,
-            "eps": group["eps"],
-            "weight_decay": group["weight_decay"],
+            **super()._hyper(group),
             "decoupled": float(group["decoupled_weight_decay"]),
             "clips": float(group["clip_exp"] is not None),
             "clip_exp": group["clip_exp"] or 0.0,

@@ -11,7 +11,7 @@ import inspect
 import re
 import sys
 import textwrap
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any, TypeVar
 
 T = TypeVar("T", bound=type)
@@ -28,7 +28,7 @@ Args:
     min_8bit_size: tensors with fewer elements keep 32-bit state.
     percentile_clipping: clip the gradient's norm to this percentile (0..100) of the last 100 steps'
         norms; 100 is off.
-    block_wise: as in bitsandbytes; state is blockwise either way, and False warns.
+    block_wise: as in bitsandbytes; state is blockwise either way, and to give False warns.
     is_paged: as in bitsandbytes; nothing is paged here, and True warns.
     max_unorm: cap ||u|| at max_unorm ||p||; 0 is off.
     cautious: move only the elements whose update has the gradient's sign, by as much more as fewer
@@ -48,6 +48,10 @@ Args:
     differentiable: must be False.
     fused: True insists on a compiled engine, and `step` raises where there is none.
 """
+RAISES = """
+Raises:
+    ValueError, TypeError: naming the argument that is not allowed.
+"""
 
 
 def settings_of(arguments: Mapping[str, Any]) -> dict[str, Any]:
@@ -60,7 +64,7 @@ def documented(cls: T) -> T:
 
     The docstring describes what is special to the class; other descriptions come from the nearest
     base class that is `documented` and has them, or else from `COMMON`. Defaults come from the
-    signature.
+    signature, and `RAISES` is the section of a class that has none of its own.
 
     Raises:
         TypeError: for an argument that nothing describes.
@@ -80,21 +84,33 @@ def documented(cls: T) -> T:
         if default is not inspect.Parameter.empty:
             text += f" Default {default!r}."
         entries.append(_entry(name, text))
-    cls.__doc__ = "\n\n".join(filter(None, (head, "\n".join(("Args:", *entries)), tail)))
+    raises = "" if "Raises:\n" in tail else RAISES.strip()
+    cls.__doc__ = "\n\n".join(filter(None, (head, "\n".join(("Args:", *entries)), raises, tail)))
     return cls
 
 
 def constructor(
-    cls: T, signature: inspect.Signature, construct: Callable[[Callable[..., None], dict], None]
+    cls: T,
+    defaults: Mapping[str, Any],
+    without: Collection[str],
+    construct: Callable[[Callable[..., None], dict], None],
 ) -> T:
-    """Give a class a constructor of this signature, and each of its arguments a description.
+    """Give a class a constructor with its base's arguments, each of which is described.
 
     Args:
         cls: the class.
-        signature: of its `__init__`.
+        defaults: of arguments that have another default than the base's.
+        without: arguments that it does not have.
         construct: is handed the base's `__init__` and the arguments that were given, by name.
     """
     fixed: Any = cls
+    signature = inspect.signature(fixed.__base__.__init__)
+    parameters = [
+        parameter.replace(default=defaults.get(name, parameter.default))
+        for name, parameter in signature.parameters.items()
+        if name not in without
+    ]
+    signature = signature.replace(parameters=parameters)
 
     def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
         try:

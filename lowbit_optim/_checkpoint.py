@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from numbers import Real
@@ -37,25 +36,20 @@ def add_header(optimizer: Any, state_dict: dict[str, Any]) -> None:
     """A hook, and the first one, so that a user's hooks are given all that is saved."""
     state_dict[KEY] = {"format_version": FORMAT_VERSION, "optimizer": optimizer.family}
     state_dict["param_groups"] = without_numpy(state_dict["param_groups"])
-    state_dict["state"] = with_saved_steps(state_dict["state"])
+    state_dict["state"] = {i: _with_saved_step(one) for i, one in state_dict["state"].items()}
 
 
-def with_saved_steps(state: Mapping[Any, Any]) -> dict[Any, Any]:
-    """A state dict's states with `step` as torch's optimizers save it, in fp32 while that is exact.
+def _with_saved_step(one: Any) -> Any:
+    """A parameter's state with `step` as torch's optimizers save it, whatever else it is.
 
     In memory it is an integer, because fp32 stops counting at 2**24.
     """
-    return {
-        key: {**one, "step": _saved_step(one["step"])} if _counts(one) else one
-        for key, one in state.items()
-    }
+    counts = isinstance(one, Mapping) and isinstance(one.get("step"), Tensor)
+    return {**one, "step": saved_step(one["step"])} if counts else one
 
 
-def _counts(one: Any) -> bool:
-    return isinstance(one, Mapping) and isinstance(one.get("step"), Tensor)
-
-
-def _saved_step(step: Tensor) -> Tensor:
+def saved_step(step: Tensor) -> Tensor:
+    """A count of steps in fp32 while that is exact, in a tensor of its own."""
     return step.to(torch.float32 if int(step) <= EXACT_IN_FP32 else torch.float64)
 
 
@@ -160,18 +154,19 @@ def merged_groups(
                 f"that of this {name} has {len(group['params'])}"
             )
         kept = {key: group[key] for key in ("params", *STORAGE_SETTINGS) if key in group}
-        copied = {key: _copied(value) for key, value in old.items()}
-        merged.append({**group, **lacking, **copied, **kept})
+        settings = {key: copied(value) for key, value in old.items()}
+        merged.append({**group, **lacking, **settings, **kept})
     return merged
 
 
-def _copied(value: Any) -> Any:
+def copied(value: Any) -> Any:
+    """A tree with tensors of its own, and without NumPy's numbers."""
     if isinstance(value, Tensor):
         return value.detach().clone()
     if isinstance(value, dict):
-        return {key: _copied(item) for key, item in value.items()}
+        return {key: copied(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
-        return type(value)(_copied(item) for item in value)
+        return type(value)(copied(item) for item in value)
     return without_numpy(value)
 
 
@@ -221,12 +216,7 @@ def other_entries(state_dict: Mapping[str, Any]) -> dict[Any, Any]:
     """What a user has put beside the parameters' states, which torch's optimizers carry along."""
     listed = {index for group in state_dict["param_groups"] for index in group["params"]}
     entries = state_dict["state"].items()
-    return {key: _copied(value) for key, value in entries if key not in listed}
-
-
-def as_state(state: Mapping[Tensor, dict[str, Any]]) -> defaultdict[Tensor, dict[str, Any]]:
-    """The container that torch.optim.Optimizer keeps state in."""
-    return defaultdict(dict, state)
+    return {key: copied(value) for key, value in entries if key not in listed}
 
 
 def check_values(
@@ -251,11 +241,7 @@ def check_values(
 
 
 def _check_residual(value: Any, p: Tensor) -> None:
-    if not isinstance(value, Tensor) or value.shape != p.shape:
-        got = tuple(value.shape) if isinstance(value, Tensor) else value
-        raise ValueError(
-            f"{weights.RESIDUAL_KEY!r} has shape {got!r}, its parameter {tuple(p.shape)}"
-        )
+    _saved.require_shape(repr(weights.RESIDUAL_KEY), value, p.shape)
     allowed = torch.int8, torch.int16, torch.bfloat16  # the last are an int16's bits, of DTensors
     _saved.require_dense(weights.RESIDUAL_KEY, value, allowed)
 

@@ -10,6 +10,8 @@ from lowbit_optim_kernels.formats import Unit, units
 from lowbit_optim_kernels.formats.dynamic8 import DYNAMIC8
 from lowbit_optim_kernels.rules import SIGNED, SQUARE, Moment
 
+from . import _checks, _saved
+
 
 @torch.no_grad()
 def quantize_blockwise(x: Tensor, signed: bool = True) -> tuple[Tensor, Tensor]:
@@ -43,8 +45,6 @@ def quantize_blockwise(x: Tensor, signed: bool = True) -> tuple[Tensor, Tensor]:
     """
     if not isinstance(x, Tensor) or not x.is_floating_point():
         raise TypeError(f"x must be a floating tensor, got {getattr(x, 'dtype', type(x))}")
-    if not isinstance(signed, bool):
-        raise TypeError(f"signed must be True or False, got {signed!r}")
     unit = _unit(signed)
     codes, absmax = dispatch.encode(unit, [x], x.shape).values()
     return codes, absmax
@@ -68,21 +68,20 @@ def dequantize_blockwise(
     Raises:
         TypeError: for codes that are not uint8, a signed that is not a bool, a dtype that is not
             floating.
-        ValueError: if absmax does not have the shape that belongs to codes' shape.
+        ValueError: if absmax is no dense real tensor of the shape that belongs to codes' shape.
 
     Example:
         >>> x = torch.randn(1000)
         >>> bool((dequantize_blockwise(*quantize_blockwise(x)) - x).abs().max() < 0.05)
         True
     """
-    if codes.dtype != torch.uint8:
-        raise TypeError(f"codes must be uint8, got {codes.dtype}")
-    if not isinstance(signed, bool):
-        raise TypeError(f"signed must be True or False, got {signed!r}")
-    if not dtype.is_floating_point:
+    if not isinstance(codes, Tensor) or codes.dtype != torch.uint8:
+        raise TypeError(f"codes must be uint8, got {getattr(codes, 'dtype', type(codes))}")
+    if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
         raise TypeError(f"dtype must be a floating dtype, got {dtype}")
     unit = _unit(signed)
     wanted = unit.parts[1].shape(codes.shape, unit.format.block)
+    _saved.require_dense("absmax", absmax)
     if tuple(absmax.shape) != wanted:
         raise ValueError(
             f"absmax must have shape {wanted} for codes of shape {tuple(codes.shape)}; got "
@@ -93,4 +92,5 @@ def dequantize_blockwise(
 
 
 def _unit(signed: bool) -> Unit:
+    _checks.flag("signed", signed)
     return units((Moment("x", SIGNED if signed else SQUARE),), DYNAMIC8)[0]

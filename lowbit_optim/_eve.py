@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from functools import lru_cache
 from typing import Any
 
 from torch import Tensor
@@ -15,8 +14,6 @@ from . import _checks
 from ._arguments import documented, settings_of
 from ._optimizer import LowBitOptimizer
 from ._variants import fixed_bits
-
-_rule = lru_cache(maxsize=None)(eve_rule)
 
 
 @documented
@@ -40,9 +37,6 @@ class Eve(LowBitOptimizer):
         target_rms: root mean square of p above which it decays, in (0, 10].
         max_unorm: cap the norm of the update without the decay at max_unorm ||p||; 0 is off.
 
-    Raises:
-        ValueError, TypeError: naming the argument that is not allowed.
-
     Example:
         >>> optimizer = Eve8bit(model.parameters(), lr=3e-3)
 
@@ -55,6 +49,7 @@ class Eve(LowBitOptimizer):
     """
 
     family = "Eve"
+    HYPER = ("eps", "weight_decay", "target_rms")
 
     def __init__(
         self,
@@ -85,24 +80,16 @@ class Eve(LowBitOptimizer):
 
     def _validate(self, group: Mapping[str, Any]) -> None:
         super()._validate(group)
-        _checks.betas(group["betas"])
         _checks.numbers(group, "eps")
         _checks.number("weight_decay", group["weight_decay"], 0.0, 1.0)
         _checks.positive("target_rms", group["target_rms"], 10.0)
 
     def _rule(self, group: Mapping[str, Any]) -> Rule:
-        return _rule(group["weight_decay"] != 0, group["max_unorm"] > 0, group["cautious"])
+        decay, cap = group["weight_decay"] != 0, group["max_unorm"] > 0
+        return self._cached_rule(eve_rule, decay, cap, group["cautious"])
 
     def _hyper(self, group: Mapping[str, Any]) -> dict[str, float | Tensor]:
-        beta1, beta2 = group["betas"]
-        return {
-            "beta1": beta1,
-            "beta2": beta2,
-            "eps": group["eps"],
-            "weight_decay": group["weight_decay"],
-            "decoupled": 0.0,
-            "target_rms": group["target_rms"],
-        }
+        return {**super()._hyper(group), "decoupled": 0.0}
 
 
 @fixed_bits(4)

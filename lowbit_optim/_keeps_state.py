@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import cache
 from typing import Any, ClassVar
 
 import torch
@@ -15,7 +16,7 @@ from lowbit_optim_kernels.rules import SQUARE, Lasting, Moment, Rule
 from lowbit_optim_kernels.rules.shared import with_clipping, with_dither
 from lowbit_optim_kernels.weights import RESIDUAL_KEY, Weights
 
-from . import _checkpoint, _saved, _sharding, _state
+from . import _checkpoint, _checks, _saved, _sharding, _state
 from ._sharding import Share
 from ._state import Stored
 
@@ -26,13 +27,47 @@ class KeepsState(Optimizer):
     Methods take plain tensors and, where they say so, DTensors, of which a rank keeps its shard.
     """
 
+    family: ClassVar[str]
     needs_whole: ClassVar[bool] = False  # whether the rule cannot step a tensor by its rows
     step_required: ClassVar[bool] = True  # in a checkpoint; torch.optim.SGD saves none
     SAVED_MOMENTS: ClassVar[tuple[Moment, ...]] = ()  # that are converted, if a checkpoint has them
 
+    # What a front-end supplies.
+
+    HYPER: ClassVar[tuple[str, ...]] = ()  # settings that the rule reads by their own names
+    BETAS: ClassVar[int] = 2  # how many `betas` there are, which it reads as beta1, beta2, ...
+
+    def _validate(self, group: Mapping[str, Any]) -> None:
+        """Raise for settings that no step can run with; `group` has them all, resolved."""
+        _checks.common(group)
+        if "betas" in group:
+            _checks.betas(group["betas"], self.BETAS)
+
     def _rule(self, group: Mapping[str, Any]) -> Rule:
         """The rule that these settings ask for."""
         raise NotImplementedError
+
+    @staticmethod
+    @cache
+    def _cached_rule(make: Callable[..., Rule], *options: Any, **named: Any) -> Rule:
+        """What `make` gives for these options: the same rule each time, as step plans want it."""
+        return make(*options, **named)
+
+    def _hyper(self, group: Mapping[str, Any]) -> dict[str, float | Tensor]:
+        """The rule's hyperparameters by name, but lr and max_unorm."""
+        betas = {f"beta{i}": beta for i, beta in enumerate(group.get("betas", ()), 1)}
+        return {**betas, **{name: group[name] for name in self.HYPER}}
+
+    def _start(self, key: str, group: Mapping[str, Any]) -> float:
+        """The value, not negative, that every element of a new moment has."""
+        return 0.0
+
+    # What follows from it.
+
+    def _check(self, settings: Mapping[str, Any]) -> None:
+        """Raise for settings that no step can run with."""
+        self._validate(settings)
+        self._check_format(settings)
 
     def _clipping_rule(self, group: Mapping[str, Any]) -> Rule:
         """The rule that these settings ask for, with percentile clipping if they do for that."""
@@ -48,11 +83,12 @@ class KeepsState(Optimizer):
         format = _state.format_of(group)
         if not (format.dithers and group["dither"]):
             return frozenset()
+        hyper = self._hyper(group)
         return frozenset(
             moment.key
             for moment in self._moments(group)
             if not (moment.exact or moment.maximum)
-            and (moment.role == SQUARE or format.dithers_all or _is_slow(moment, group))
+            and (moment.role == SQUARE or format.dithers_all or _is_slow(moment, hyper))
         )
 
     def _moments(self, group: Mapping[str, Any]) -> tuple[Moment, ...]:
@@ -62,10 +98,6 @@ class KeepsState(Optimizer):
     def _lasting(self, group: Mapping[str, Any]) -> tuple[Lasting, ...]:
         """What these settings keep of a parameter beside moments and the number of steps."""
         return self._clipping_rule(group).lasting
-
-    def _start(self, key: str, group: Mapping[str, Any]) -> float:
-        """The value, not negative, that every element of a new moment has."""
-        return 0.0
 
     def _format(self, p: Tensor, group: Mapping[str, Any]) -> Format:
         """How the moments of a parameter are stored."""
@@ -102,10 +134,10 @@ class KeepsState(Optimizer):
         _sharding.check(p, type(self).__name__)
         by_shards = not share.whole and _sharding.spread_alike(saved, p)
         if by_shards:
-            held, group = share.held(), share.settings(group)
+            held, group, saved = share.held(), share.settings(group), _sharding.unwrapped(saved)
         else:
             held = share.p.detach().full_tensor()
-        saved = _sharding.unwrapped(saved) if by_shards else _sharding.gathered(saved)
+            saved = {key: _sharding.whole(x) for key, x in saved.items()}
         self._check_saved(saved, held, group)
         state = self._fitted(saved, held, group)
         return share.wrapped(state if by_shards else share.dealt(state))
@@ -201,17 +233,12 @@ class KeepsState(Optimizer):
 SLOW = 0.99  # an average with a larger coefficient may change by less than a code in a step
 
 
-def _is_slow(moment: Moment, group: Mapping[str, Any]) -> bool:
+def _is_slow(moment: Moment, hyper: Mapping[str, float | Tensor]) -> bool:
     """Whether a step changes an average so little that rounding to nearest would freeze it.
 
     One whose coefficient is a tensor on an accelerator, which is not read back, may be.
     """
     if moment.decay is None:
         return False
-    coefficient = _coefficient(moment.decay, group)
+    coefficient = hyper[moment.decay]
     return isinstance(coefficient, Tensor) or coefficient > SLOW
-
-
-def _coefficient(name: str, group: Mapping[str, Any]) -> Any:
-    """A setting by the name that rules call it."""
-    return group["betas"][int(name[4:]) - 1] if name.startswith("beta") else group[name]

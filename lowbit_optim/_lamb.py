@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
-from functools import lru_cache
 from typing import Any
 
 from torch import Tensor
@@ -16,8 +14,6 @@ from . import _checks
 from ._arguments import documented, settings_of
 from ._trust import TrustOptimizer
 from ._variants import fixed_bits
-
-_rule = lru_cache(maxsize=None)(lamb_rule)
 
 
 @documented
@@ -55,9 +51,6 @@ class LAMB(TrustOptimizer):
         weight_norm_bounds: None or (low, high), the paper's phi: bounds of ||p|| in the trust
             ratio. Needs a `trust_coefficient`.
 
-    Raises:
-        ValueError, TypeError: naming the argument that is not allowed.
-
     Example:
         >>> optimizer = LAMB8bit(model.parameters(), lr=2e-3, trust_coefficient=1.0)
 
@@ -73,6 +66,7 @@ class LAMB(TrustOptimizer):
     """
 
     family = "LAMB"
+    HYPER = ("eps", "weight_decay")
     OF_TRUST = ("weight_norm_bounds",)
 
     def __init__(
@@ -111,13 +105,13 @@ class LAMB(TrustOptimizer):
 
     def _validate(self, group: Mapping[str, Any]) -> None:
         super()._validate(group)
-        _checks.betas(group["betas"])
-        _checks.numbers(group, "eps", "weight_decay")
+        _checks.numbers(group, *self.HYPER)
         _checks.flags(group, "bias_correction", "amsgrad", "adam_w_mode")
 
     def _rule(self, group: Mapping[str, Any]) -> Rule:
         trust = group["trust_coefficient"] is not None
-        return _rule(
+        return self._cached_rule(
+            lamb_rule,
             use_amsgrad=group["amsgrad"],
             decay=group["weight_decay"] != 0,
             coupled=not group["adam_w_mode"],
@@ -127,19 +121,11 @@ class LAMB(TrustOptimizer):
         )
 
     def _hyper(self, group: Mapping[str, Any]) -> dict[str, float | Tensor]:
-        beta1, beta2 = group["betas"]
-        trust = group["trust_coefficient"]
-        low, high = group["weight_norm_bounds"] or (0.0, math.inf)
+        trust = group["trust_coefficient"] is not None
         return {
-            "beta1": beta1,
-            "beta2": beta2,
-            "eps": group["eps"],
-            "weight_decay": group["weight_decay"],
-            "decoupled": float(group["adam_w_mode"] and trust is None),
+            **super()._hyper(group),
+            "decoupled": float(group["adam_w_mode"] and not trust),
             "bias_correction": float(group["bias_correction"]),
-            "trust_coefficient": trust or 0.0,
-            "norm_low": low,
-            "norm_high": high,
         }
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from functools import lru_cache
 from typing import Any
 
 from torch import Tensor
@@ -16,8 +15,6 @@ from . import _checks
 from ._arguments import documented, settings_of
 from ._optimizer import LowBitOptimizer
 from ._variants import fixed_bits
-
-_rule = lru_cache(maxsize=None)(lans_rule)
 
 
 @documented
@@ -50,9 +47,6 @@ class LANS(LowBitOptimizer):
             step is the same, because LANS normalizes the gradient afterwards. 100 is off.
         max_unorm: cap ||u||, trust ratios included, at max_unorm ||p||; 0 is off.
 
-    Raises:
-        ValueError, TypeError: naming the argument that is not allowed.
-
     Example:
         >>> optimizer = LANS8bit(model.parameters(), lr=7e-3, weight_decay=0.01)
 
@@ -66,6 +60,7 @@ class LANS(LowBitOptimizer):
     """
 
     family = "LANS"
+    HYPER = ("eps", "weight_decay")
 
     def __init__(
         self,
@@ -98,8 +93,7 @@ class LANS(LowBitOptimizer):
 
     def _validate(self, group: Mapping[str, Any]) -> None:
         super()._validate(group)
-        _checks.betas(group["betas"])
-        _checks.numbers(group, "eps", "weight_decay")
+        _checks.numbers(group, *self.HYPER)
         low, high = group["lower_bound"], group["upper_bound"]
         if low is not None:
             _checks.number("lower_bound", low, 0.0)
@@ -114,16 +108,12 @@ class LANS(LowBitOptimizer):
 
     def _rule(self, group: Mapping[str, Any]) -> Rule:
         clip = group["clip_gradient"] is not None
-        return _rule(clip, group["max_unorm"] > 0, group["cautious"])
+        return self._cached_rule(lans_rule, clip, group["max_unorm"] > 0, group["cautious"])
 
     def _hyper(self, group: Mapping[str, Any]) -> dict[str, float | Tensor]:
-        beta1, beta2 = group["betas"]
         high = group["upper_bound"]
         return {
-            "beta1": beta1,
-            "beta2": beta2,
-            "eps": group["eps"],
-            "weight_decay": group["weight_decay"],
+            **super()._hyper(group),
             "lower_bound": group["lower_bound"] or 0.0,
             "upper_bound": math.inf if high is None else high,
             "clip_gradient": group["clip_gradient"] or 0.0,

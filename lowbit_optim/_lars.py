@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
-from functools import lru_cache
 from typing import Any
 
 from torch import Tensor
@@ -17,13 +15,7 @@ from ._arguments import documented, settings_of
 from ._trust import TrustOptimizer
 from ._variants import fixed_bits
 
-_rule = lru_cache(maxsize=None)(rules_sgd.lars)
-
-SCALE_AT = {
-    "grad": rules_sgd.AT_GRAD,
-    "update": rules_sgd.AT_UPDATE,
-    "lr": rules_sgd.AT_LR,
-}
+SCALE_AT = {"grad": rules_sgd.AT_GRAD, "update": rules_sgd.AT_UPDATE, "lr": rules_sgd.AT_LR}
 ZERO_NORM = {
     "one": rules_sgd.ZERO_ONE,
     "denom": rules_sgd.ZERO_DENOM,
@@ -98,9 +90,6 @@ class LARS(TrustOptimizer):
         skip_wd: leave weight decay out of the update; it stays in D.
         weight_norm_bounds: None or (low, high), bounds of ||p|| in the ratio.
 
-    Raises:
-        ValueError, TypeError: naming the argument that is not allowed.
-
     Example:
         >>> optimizer = LARS8bit(model.parameters(), lr=4.0, momentum=0.9, weight_decay=1e-4,
         ...                      **LARS_PRESETS["paper"])
@@ -115,6 +104,7 @@ class LARS(TrustOptimizer):
 
     family = "LARS"
     step_required = False
+    HYPER = ("momentum", "dampening", "weight_decay", "eps")
     OF_TRUST = ("eps", "trust_clip", "zero_norm", "adapt", "weight_norm_bounds")
 
     def __init__(
@@ -167,21 +157,17 @@ class LARS(TrustOptimizer):
         cap = group["max_unorm"] > 0 and not trust
         inside = group["scale_at"] == "lr" and not trust
         momentum, caution = group["momentum"] != 0, group["cautious"]
-        return _rule(momentum, group["nesterov"], trust, cap, inside, caution)
+        options = momentum, group["nesterov"], trust, cap, inside, caution
+        return self._cached_rule(rules_sgd.lars, *options)
 
     def _hyper(self, group: Mapping[str, Any]) -> dict[str, float | Tensor]:
-        low, high = group["weight_norm_bounds"] or (0.0, math.inf)
-        names = ("momentum", "dampening", "weight_decay", "eps")
         return {
-            **{name: group[name] for name in names},
-            "trust_coefficient": group["trust_coefficient"] or 0.0,
+            **super()._hyper(group),
             "trust_clip": float(group["trust_clip"]),
             "skip_wd": float(group["skip_wd"]),
             "scale_at": SCALE_AT[group["scale_at"]],
             "zero_norm": ZERO_NORM[group["zero_norm"]],
             "adapt": ADAPT[group["adapt"]],
-            "norm_low": low,
-            "norm_high": high,
         }
 
 

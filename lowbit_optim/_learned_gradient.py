@@ -71,9 +71,6 @@ class LearnedGradient(EagerOptimizer):
         max_size: a longer dimension gets no matrices; None for no limit. It is read in a
             parameter's first step.
 
-    Raises:
-        ValueError, TypeError: naming the argument that is not allowed.
-
     Example:
         >>> optimizer = LearnedGradient8bit(model.parameters(), lr=3e-2, max_size=2048)
 
@@ -124,7 +121,6 @@ class LearnedGradient(EagerOptimizer):
 
     def _validate(self, group: Mapping[str, Any]) -> None:
         super()._validate(group)
-        _checks.betas(group["betas"])
         _checks.numbers(group, "size_lr_scale", "meta_lr_scale", "eps", "param_min_rms")
         _checks.positive("max_step_scale", group["max_step_scale"])
         _checks.positive("param_max_rms", group["param_max_rms"])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from functools import lru_cache
 from typing import Any
 
 from torch import Tensor
@@ -15,8 +14,6 @@ from . import _checks
 from ._arguments import documented, settings_of
 from ._optimizer import LowBitOptimizer
 from ._variants import fixed_bits
-
-_rule = lru_cache(maxsize=None)(lion_rule)
 
 
 @documented
@@ -33,9 +30,6 @@ class Lion(LowBitOptimizer):
         betas: weight of the momentum in the update, and its decay rate.
         weight_decay: decoupled weight decay.
 
-    Raises:
-        ValueError, TypeError: naming the argument that is not allowed.
-
     Example:
         >>> optimizer = Lion8bit(model.parameters(), lr=1e-4, weight_decay=0.1)
 
@@ -49,6 +43,7 @@ class Lion(LowBitOptimizer):
     """
 
     family = "Lion"
+    HYPER = ("weight_decay",)
     step_required = False
 
     def __init__(
@@ -82,15 +77,10 @@ class Lion(LowBitOptimizer):
 
     def _validate(self, group: Mapping[str, Any]) -> None:
         super()._validate(group)
-        _checks.betas(group["betas"])
-        _checks.numbers(group, "weight_decay")
+        _checks.numbers(group, *self.HYPER)
 
     def _rule(self, group: Mapping[str, Any]) -> Rule:
-        return _rule(group["max_unorm"] > 0, group["cautious"])
-
-    def _hyper(self, group: Mapping[str, Any]) -> dict[str, float | Tensor]:
-        beta1, beta2 = group["betas"]
-        return {"beta1": beta1, "beta2": beta2, "weight_decay": group["weight_decay"]}
+        return self._cached_rule(lion_rule, group["max_unorm"] > 0, group["cautious"])
 
 
 @fixed_bits(8)

@@ -2,34 +2,30 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, ClassVar, cast
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from . import _checkpoint, _foreign, _saved, _sharding
+from . import _checkpoint, _saved, _sharding
+from ._foreign.load import as_ours
 from ._keeps_state import KeepsState
+from ._manager import Overrides
 from ._settings import Settings, resolved
-
-if TYPE_CHECKING:
-    from ._optimizer import LowBitOptimizer
 
 
 class LoadsState(KeepsState):
     """An optimizer's state dicts: its settings and the state of its parameters, out and in."""
 
-    family: ClassVar[str]
     _settings: Settings
+    _overrides: Overrides
     _places: dict[Tensor, tuple[int, int]]
-
-    def _check(self, settings: Mapping[str, Any]) -> None:
-        """Raise for settings that no step can run with."""
-        raise NotImplementedError
 
     def _overridden(self, settings: Mapping[str, Any]) -> list[tuple[Any, Mapping[str, Any]]]:
         """Settings by what `GlobalOptimManager` overrides of the parameters."""
-        raise NotImplementedError
+        return self._overrides.parts(settings, self._check)
 
     def state_dict(self) -> dict[str, Any]:
         """The state as tensors, numbers, strings, lists and dicts only.
@@ -70,13 +66,13 @@ class LoadsState(KeepsState):
         with _sharding.agreeing(params):
             state = self._states_from(found)
             state.update(_checkpoint.other_entries(state_dict))
-        self.__setstate__({"state": _checkpoint.as_state(state), "param_groups": groups})
+        self.__setstate__({"state": defaultdict(dict, state), "param_groups": groups})
         for post_hook in self._optimizer_load_state_dict_post_hooks.values():
             post_hook(self)
 
     def _checked(self, state_dict: dict[str, Any]) -> tuple[dict[str, Any], list[dict[str, Any]]]:
         """A state dict in this package's terms, and its groups; nothing has been changed."""
-        state_dict = _foreign.as_ours(cast("LowBitOptimizer", self), state_dict)
+        state_dict = as_ours(self, state_dict)
         _checkpoint.check_header(state_dict, self.family, self.defaults)
         for index, group in enumerate(self.param_groups):
             self._settings.settle(index, group)

@@ -113,9 +113,9 @@ class GlobalOptimManager:
             TypeError: for anything else.
         """
         for item in [params] if isinstance(params, Tensor) else params:
-            members = item["params"] if isinstance(item, dict) else [item]
+            members = item.get("params", [None]) if isinstance(item, dict) else [item]
             for member in [members] if isinstance(members, Tensor) else members:
-                _require_tensor(member[1] if isinstance(member, tuple) else member, "params")
+                _require_tensor(member[-1] if isinstance(member, tuple) else member, "params")
 
     def override_config(
         self,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -11,9 +11,9 @@ from torch import Tensor
 from lowbit_optim_kernels.weights import RESIDUAL_KEY, as_integers, split
 
 from . import _sharding
-
-if TYPE_CHECKING:
-    from ._optimizer import LowBitOptimizer
+from ._optimizer import LowBitOptimizer
+from ._saved import require_shape
+from ._state import compute_dtype
 
 Name = str | int
 
@@ -35,11 +35,7 @@ def master_weights(optimizer: LowBitOptimizer) -> Iterator[tuple[Name, Tensor]]:
         >>> weights = dict(master_weights(optimizer))
     """
     for name, p, group in _named(optimizer):
-        weights, local = optimizer._weights(p, group), _sharding.local(p).detach()
-        residual = _local_residual(optimizer, p)
-        wide = torch.float64 if p.dtype == torch.float64 else torch.float32
-        value = weights.read(local, residual, wide)
-        yield name, _sharding.spread(value, p)
+        yield name, weight_of(optimizer, p, group)
 
 
 @torch.no_grad()
@@ -69,26 +65,45 @@ def load_master_weights(
         if not (isinstance(given[name], Tensor) and given[name].is_floating_point()):
             kind = getattr(given[name], "dtype", type(given[name]).__name__)
             raise TypeError(f"the weight {name!r} must be a floating tensor; got {kind}")
-        if given[name].shape != p.shape:
-            raise ValueError(
-                f"the weight {name!r} has shape {tuple(given[name].shape)}, its parameter "
-                f"{tuple(p.shape)}"
-            )
+        require_shape(f"the weight {name!r}", given[name], p.shape)
     for name, p, group in members:
-        kept_as, local = optimizer._weights(p, group), _sharding.local(p)
-        value = _sharding.shard_of(given[name], p).to(local.device)
-        if kept_as.residual is None:
-            local.copy_(value)
-            continue
-        share = optimizer._share(p, group)
-        held = p if share is None else share.held()
-        state = optimizer._state_of(p, held, group, share)
-        optimizer.state[p] = state
-        high, low = split(value, kept_as.extra, None)
-        if share is not None and share.whole:
-            _, low = split(_sharding.whole(given[name]), kept_as.extra, None)
-        as_integers(_sharding.local(state[RESIDUAL_KEY])).copy_(low)
-        local.copy_(high)
+        set_weight(optimizer, p, group, given[name])
+
+
+def weight_of(optimizer: LowBitOptimizer, p: Tensor, group: Mapping[str, Any]) -> Tensor:
+    """A parameter's weight with all bits that are kept; of an fp32 parameter its own memory."""
+    residual = optimizer.state.get(p, {}).get(RESIDUAL_KEY)  # None before the first step
+    if residual is not None:
+        residual = as_integers(_sharding.shard_of(residual, p))
+    local, kept_as = _sharding.local(p).detach(), optimizer._weights(p, group)
+    return _sharding.spread(kept_as.read(local, residual, compute_dtype(p)), p)
+
+
+def set_weight(
+    optimizer: LowBitOptimizer, p: Tensor, group: Mapping[str, Any], weight: Tensor
+) -> None:
+    """Store a weight, rounded to nearest: in the parameter and in what is kept beside it.
+
+    Args:
+        optimizer: the parameter's.
+        p: the parameter.
+        group: the settings that it is stepped with.
+        weight: of its shape, whole or dealt out as the parameter is.
+    """
+    kept_as, local = optimizer._weights(p, group), _sharding.local(p)
+    value = _sharding.shard_of(weight, p).to(local.device)
+    if kept_as.residual is None:
+        local.copy_(value)
+        return
+    share = optimizer._share(p, group)
+    held = p if share is None else share.held()
+    state = optimizer._state_of(p, held, group, share)
+    optimizer.state[p] = state
+    high, low = split(value, kept_as.extra, None)
+    if share is not None and share.whole:
+        _, low = split(_sharding.whole(weight), kept_as.extra, None)
+    as_integers(_sharding.local(state[RESIDUAL_KEY])).copy_(low)
+    local.copy_(high)
 
 
 def _named(optimizer: LowBitOptimizer) -> Iterator[tuple[Name, Tensor, Mapping[str, Any]]]:
@@ -105,12 +120,6 @@ def _named(optimizer: LowBitOptimizer) -> Iterator[tuple[Name, Tensor, Mapping[s
                 seen[p] = number
                 yield name, p, settings[p]
             number += 1
-
-
-def _local_residual(optimizer: LowBitOptimizer, p: Tensor) -> Tensor | None:
-    """What this rank has beside its shard of a parameter; None before the first step."""
-    residual = optimizer.state.get(p, {}).get(RESIDUAL_KEY)
-    return None if residual is None else as_integers(_sharding.shard_of(residual, p))
 
 
 def _by_name(weights: Any, names: list[Name]) -> dict[Name, Tensor]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping
-from typing import Any, ClassVar, overload
+from typing import Any, overload
 
 import torch
 from torch import Tensor
@@ -21,7 +21,6 @@ from lowbit_optim_kernels.weights import RESIDUAL_KEY
 from . import _checks, _gradients, _manager, _sharding, _state
 from ._gathering import Copies
 from ._loads_state import LoadsState
-from ._release import ReleasedGradients
 from ._settings import Settings, resolved, without_numpy
 
 # Settings that decide how state is stored, what is compiled and which engine takes it.
@@ -37,7 +36,7 @@ STATE_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 class LowBitOptimizer(LoadsState):
     """Base class of the package's optimizers; not meant to be constructed.
 
-    A subclass gives its defaults, `_validate`, `_rule` and `_hyper`. Groups are read afresh in
+    A subclass gives its defaults, `HYPER`, `_validate` and `_rule`. Groups are read afresh in
     every step, state is created at a parameter's first step, and all parameters of a group are
     stepped together by the engine that `lowbit_optim.engine_for` names.
 
@@ -49,7 +48,6 @@ class LowBitOptimizer(LoadsState):
     when the groups before it have been launched.
     """
 
-    family: ClassVar[str]
     grad_scale: Tensor  # which a GradScaler sets while it has `step` called
     _step_supports_amp_scaling = True
 
@@ -90,28 +88,14 @@ class LowBitOptimizer(LoadsState):
         self._overrides = _manager.Overrides()
         self._partial_plans: dict[Any, StepPlan] = {}
         self._places = {}
-        self._released: ReleasedGradients | None = getattr(self, "_released", None)
+        # What steps what the hooks of released gradients leave.
+        self._released: Callable[[], None] | None = getattr(self, "_released", None)
 
     def _check_given(self, group: Mapping[str, Any]) -> None:
         """Raise for settings that a user may not write; a step may come to others."""
         settings = resolved(group)
         _checks.initial_learning_rate(settings["lr"])
         self._check(settings)
-
-    def _check(self, settings: Mapping[str, Any]) -> None:
-        """Raise for settings that no step can run with."""
-        self._validate(settings)
-        self._check_format(settings)
-
-    # What a front-end supplies.
-
-    def _validate(self, group: Mapping[str, Any]) -> None:
-        """Raise for settings that no step can run with; `group` has them all, resolved."""
-        _checks.common(group)
-
-    def _hyper(self, group: Mapping[str, Any]) -> dict[str, float | Tensor]:
-        """The rule's hyperparameters by name, but lr and max_unorm."""
-        raise NotImplementedError
 
     # What tools, tests and benchmarks may look at, beside `plans`.
 
@@ -147,20 +131,20 @@ class LowBitOptimizer(LoadsState):
             param_group.update(_state.agreeing(without_numpy(settings), self.defaults))
             self._check_given({**self.defaults, **param_group})
         super().add_param_group(param_group)
-        for p in self.param_groups[-1]["params"]:
-            if p.dtype not in STATE_DTYPES or p.layout != torch.strided:
-                self.param_groups.pop()
-                allowed = ", ".join(str(d).removeprefix("torch.") for d in STATE_DTYPES)
-                raise TypeError(
-                    f"{type(self).__name__} takes dense parameters of dtype {allowed}; got "
-                    f"{p.dtype}, {p.layout}"
-                )
-            try:
-                self._weights(p, resolved(self.param_groups[-1]))
-            except ValueError:
-                self.param_groups.pop()
-                raise
-        self._settings.remember(len(self.param_groups) - 1, self.param_groups[-1])
+        added = self.param_groups[-1]
+        try:
+            for p in added["params"]:
+                if p.dtype not in STATE_DTYPES or p.layout != torch.strided:
+                    allowed = ", ".join(str(d).removeprefix("torch.") for d in STATE_DTYPES)
+                    raise TypeError(
+                        f"{type(self).__name__} takes dense parameters of dtype {allowed}; got "
+                        f"{p.dtype}, {p.layout}"
+                    )
+                self._weights(p, resolved(added))
+        except (TypeError, ValueError):
+            self.param_groups.pop()
+            raise
+        self._settings.remember(len(self.param_groups) - 1, added)
 
     @overload
     def step(self, closure: None = None) -> None: ...
@@ -189,7 +173,7 @@ class LowBitOptimizer(LoadsState):
                 loss = closure()
         if self._released is not None:
             self._check_unscaled()
-            self._released.finish()
+            self._released()
         self._step_groups()
         return loss
 
@@ -248,14 +232,11 @@ class LowBitOptimizer(LoadsState):
         before the first parameter or state changes.
         """
         last, self.plans, self._places = self.plans, {}, {}
-        if self._released is not None and not self._has_gradients():
+        params = (p for group in self.param_groups for p in group["params"])
+        if self._released is not None and all(p.grad is None for p in params):
             return
-        indices = range(len(self.param_groups))
-        parts = [part for index in indices for part in self._parts(index)]
+        parts = [part for index in range(len(self.param_groups)) for part in self._parts(index)]
         self.plans = self._step_parts(parts, last)
-
-    def _has_gradients(self) -> bool:
-        return any(p.grad is not None for group in self.param_groups for p in group["params"])
 
     def _step_some(self, params: list[Tensor]) -> None:
         """Step parameters that have gradients; plans are kept for when the same ones recur."""
@@ -301,12 +282,7 @@ class LowBitOptimizer(LoadsState):
 
     def _parts(self, index: int) -> list[tuple[Any, Mapping[str, Any]]]:
         """A group's settings by what is overridden of its parameters; each part with a key."""
-        parts = self._overridden(self._settings_of(index))
-        return [((index, key), part) for key, part in parts]
-
-    def _overridden(self, settings: Mapping[str, Any]) -> list[tuple[Any, Mapping[str, Any]]]:
-        """Settings by what `GlobalOptimManager` overrides of the parameters."""
-        return self._overrides.parts(settings, self._check)
+        return [((index, key), part) for key, part in self._overridden(self._settings_of(index))]
 
     def _gradients(self, group: Mapping[str, Any]) -> list[tuple[Tensor, Tensor, str]]:
         """Each parameter that has a gradient, with its gradient and engine; checked."""
@@ -377,8 +353,7 @@ class LowBitOptimizer(LoadsState):
 
     def _set_values(self, plan: StepPlan, group: Mapping[str, Any]) -> None:
         """Give a plan's batches the values of this step."""
-        common = ("lr", "max_unorm")
-        hyper = {**{name: group[name] for name in common}, **self._hyper(group)}
+        hyper = {"lr": group["lr"], "max_unorm": group["max_unorm"], **self._hyper(group)}
         hyper["percentile"] = group["percentile_clipping"]
         for batch in plan.batches:
             batch.hyper, batch.maximize = hyper, group["maximize"]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -12,11 +12,9 @@ from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from . import _checks, _sharding
+from ._optimizer import LowBitOptimizer
 from ._settings import PREVIOUS_NORM
 from ._sharding import Groups
-
-if TYPE_CHECKING:
-    from ._optimizer import LowBitOptimizer
 
 BUCKET_BYTES = 64 << 20
 
@@ -70,8 +68,6 @@ def release_gradients(
     Where it differs: torch's `_apply_optimizer_in_backward` makes an optimizer for each parameter,
     and so as many state dicts.
     """
-    from ._optimizer import LowBitOptimizer  # imports this module
-
     if not isinstance(optimizer, LowBitOptimizer):
         raise TypeError(
             f"release_gradients takes an optimizer of lowbit_optim, got {type(optimizer).__name__}"
@@ -125,7 +121,7 @@ class ReleasedGradients:
         if clip_previous_norm is not None and params:
             start = torch.zeros((), dtype=torch.float32, device=_sharding.local(params[0]).device)
             optimizer.param_groups[0].setdefault(PREVIOUS_NORM, start)
-        optimizer._released = self
+        optimizer._released = self.finish
 
     def _params(self) -> list[Tensor]:
         return [p for group in self._optimizer.param_groups for p in group["params"]]
@@ -150,7 +146,7 @@ class ReleasedGradients:
         self._hooks = {}
         self._waiting, self._waiting_bytes = [], 0
         self._taken, self._squares = set(), {}
-        if self._optimizer._released is self:
+        if self._optimizer._released == self.finish:
             self._optimizer._released = None
             self._optimizer.param_groups[0].pop(PREVIOUS_NORM, None)
 

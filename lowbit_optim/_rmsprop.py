@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from functools import lru_cache
 from typing import Any
 
 import torch
@@ -16,8 +15,6 @@ from . import _checks, _saved, _state
 from ._arguments import documented, settings_of
 from ._optimizer import LowBitOptimizer
 from ._variants import fixed_bits
-
-_rule = lru_cache(maxsize=None)(rmsprop_rule)
 
 
 @documented
@@ -39,9 +36,6 @@ class RMSprop(LowBitOptimizer):
         momentum: decay of the momentum buffer; 0 keeps none.
         centered: divide by the root of the variance instead of the mean square, a further state.
 
-    Raises:
-        ValueError, TypeError: naming the argument that is not allowed.
-
     Example:
         >>> optimizer = RMSprop8bit(model.parameters(), lr=1e-3, momentum=0.9)
 
@@ -58,6 +52,7 @@ class RMSprop(LowBitOptimizer):
     """
 
     family = "RMSprop"
+    HYPER = ("alpha", "eps", "weight_decay", "momentum")
     SAVED_MOMENTS = (MEAN_SQUARE, MEAN, VARIANCE)
 
     def __init__(
@@ -99,10 +94,8 @@ class RMSprop(LowBitOptimizer):
     def _rule(self, group: Mapping[str, Any]) -> Rule:
         as_torch = _state.format_of(group).exact
         momentum, cap = group["momentum"] != 0, group["max_unorm"] > 0
-        return _rule(group["centered"], momentum, cap, as_torch, group["cautious"])
-
-    def _hyper(self, group: Mapping[str, Any]) -> dict[str, float | Tensor]:
-        return {name: group[name] for name in ("alpha", "eps", "weight_decay", "momentum")}
+        options = group["centered"], momentum, cap, as_torch, group["cautious"]
+        return self._cached_rule(rmsprop_rule, *options)
 
     def _converted(
         self, saved: dict[str, Any], p: Tensor, group: Mapping[str, Any]

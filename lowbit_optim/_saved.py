@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -86,12 +86,11 @@ def check_shapes(saved: Mapping[str, Any], p: Tensor, unit: Unit) -> None:
     """Raise a ValueError for tensors that are not of the shapes that belong to the parameter's."""
     for part in unit.parts:
         value, wanted = saved[part.key], part.shape(p.shape, unit.format.block)
-        if not isinstance(value, Tensor) or tuple(value.shape) != wanted:
-            got = tuple(value.shape) if isinstance(value, Tensor) else value
-            if part.per_block:
-                needed = f"{wanted} is needed for a parameter of {tuple(p.shape)}"
-                raise ValueError(f"{part.key} has shape {got!r}, {needed}")
-            raise ValueError(f"{part.key!r} has shape {got!r}, its parameter {tuple(p.shape)}")
+        if part.per_block:
+            needed = f"{wanted} is needed for a parameter of {tuple(p.shape)}"
+            require_shape(part.key, value, wanted, needed)
+        else:
+            require_shape(repr(part.key), value, wanted)
         if part.dtype is None and not (value.is_floating_point() or value.is_complex()):
             raise ValueError(
                 f"{part.key!r} is {value.dtype} and its scales {_scales_of(part.key)} are missing; "
@@ -100,6 +99,14 @@ def check_shapes(saved: Mapping[str, Any], p: Tensor, unit: Unit) -> None:
         if part.dtype is not None and not part.per_block and value.dtype in REAL:
             scales = ", ".join(other.key for other in unit.parts if other.per_block)
             raise ValueError(f"{part.key!r} is {value.dtype} and its scales {scales} are present")
+
+
+def require_shape(name: str, value: Any, shape: Sequence[int], needed: str = "") -> None:
+    """Refuse what is no tensor of this shape, by default its parameter's."""
+    if not isinstance(value, Tensor) or tuple(value.shape) != tuple(shape):
+        got = tuple(value.shape) if isinstance(value, Tensor) else value
+        needed = needed or f"its parameter {tuple(shape)}"
+        raise ValueError(f"{name} has shape {got!r}, {needed}")
 
 
 def _scales_of(key: str) -> str:
@@ -121,8 +128,10 @@ def _check_numbers(moment: Moment, value: Tensor, p: Tensor) -> None:
         raise ValueError(f"{moment.key!r} has elements that are not {allowed}")
 
 
-def require_dense(key: str, value: Tensor, dtypes: tuple[torch.dtype | None, ...] = REAL) -> None:
-    """Refuse a tensor of another dtype than these, or a sparse one."""
+def require_dense(key: str, value: Any, dtypes: tuple[torch.dtype | None, ...] = REAL) -> None:
+    """Refuse what is no tensor of one of these dtypes, or a sparse one."""
+    if not isinstance(value, Tensor):
+        raise ValueError(f"{key!r} must be a tensor, got {value!r}")
     if value.dtype not in dtypes or value.layout != torch.strided:
         allowed = ", ".join(map(str, dtypes))
         raise ValueError(
@@ -130,7 +139,7 @@ def require_dense(key: str, value: Tensor, dtypes: tuple[torch.dtype | None, ...
         )
 
 
-def require_scales(key: str, value: Tensor) -> None:
+def require_scales(key: str, value: Any) -> None:
     """Refuse scales that are no dense numbers, negative or not finite."""
     require_dense(key, value)
     if not bool(((value >= 0) & value.isfinite()).all()):

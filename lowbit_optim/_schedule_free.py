@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from functools import lru_cache
 from typing import Any
 
 import torch
@@ -11,14 +10,14 @@ from torch import Tensor
 
 from lowbit_optim_kernels.rules import Rule
 from lowbit_optim_kernels.rules.schedule_free import schedule_free_rule
+from lowbit_optim_kernels.step_plan import StepPlan
 
 from . import _checks, _sharding
 from ._arguments import documented, settings_of
+from ._master_weights import set_weight, weight_of
 from ._optimizer import LowBitOptimizer
 from ._state import Stored
 from ._variants import fixed_bits
-
-_rule = lru_cache(maxsize=None)(schedule_free_rule)
 
 
 @documented
@@ -47,9 +46,6 @@ class ScheduleFreeAdamW(LowBitOptimizer):
         weight_lr_power: and the largest learning rate so far to this power.
         max_unorm: cap ||u|| at max_unorm ||y||; 0 is off.
 
-    Raises:
-        ValueError, TypeError: naming the argument that is not allowed.
-
     Example:
         >>> optimizer = ScheduleFreeAdamW8bit(model.parameters(), lr=2.5e-3, warmup_steps=100)
 
@@ -60,10 +56,12 @@ class ScheduleFreeAdamW(LowBitOptimizer):
     Where it differs: the authors' package starts in eval mode and counts steps and weights per
     group, this one starts in train mode, where y = x = z, and counts them for each parameter, by
     the steps that it had a gradient in. Its z has the parameter's dtype; here it is fp32 beside a
-    bf16 parameter, too. A bf16 parameter is rounded at every `eval()` and `train()` in both.
+    bf16 parameter, too. A bf16 parameter is rounded at every `eval()` and `train()` in both, here
+    with the bits that `master_weight_bits` keeps beside it.
     """
 
     family = "ScheduleFreeAdamW"
+    HYPER = ("eps", "weight_decay", "warmup_steps", "r", "weight_lr_power")
 
     def __init__(
         self,
@@ -109,28 +107,31 @@ class ScheduleFreeAdamW(LowBitOptimizer):
 
     @torch.no_grad()
     def _switch(self, train: bool) -> None:
-        for group in self.param_groups:
+        for index, group in enumerate(self.param_groups):
             if group["train_mode"] == train:
                 continue
-            beta1 = group["betas"][0]
-            weight = 1.0 - beta1 if train else 1.0 - 1.0 / beta1
-            for p in dict.fromkeys(group["params"]):
-                z = self.state[p].get("z") if p in self.state else None
-                if z is not None:
-                    p.copy_(p.to(z.dtype).lerp(_sharding.like(z, p), weight))
+            for _, part in self._parts(index):
+                beta1 = part["betas"][0]
+                share = 1.0 - beta1 if train else 1.0 - 1.0 / beta1
+                for p in dict.fromkeys(part["params"]):
+                    z = self.state.get(p, {}).get("z")
+                    if z is not None:
+                        moved = weight_of(self, p, part).lerp(_sharding.like(z, p), share)
+                        set_weight(self, p, part, moved)
             group["train_mode"] = train
 
-    def _step_groups(self) -> None:
+    def _step_parts(
+        self, parts: list[tuple[Any, Mapping[str, Any]]], last: Mapping[Any, StepPlan]
+    ) -> dict[Any, StepPlan]:
         if not all(group["train_mode"] for group in self.param_groups):
             raise RuntimeError(
                 f"{type(self).__name__}.step in eval mode: the parameters hold the average; call "
                 "the optimizer's train() before training, and eval() before evaluating"
             )
-        super()._step_groups()
+        return super()._step_parts(parts, last)
 
     def _validate(self, group: Mapping[str, Any]) -> None:
         super()._validate(group)
-        _checks.betas(group["betas"])
         if group["betas"][0] == 0:
             raise ValueError(f"betas[0] must be above 0, got {group['betas']!r}: y would be z")
         _checks.numbers(group, "eps", "weight_decay", "r", "weight_lr_power")
@@ -138,12 +139,7 @@ class ScheduleFreeAdamW(LowBitOptimizer):
         _checks.flags(group, "train_mode")
 
     def _rule(self, group: Mapping[str, Any]) -> Rule:
-        return _rule(group["max_unorm"] > 0)
-
-    def _hyper(self, group: Mapping[str, Any]) -> dict[str, float | Tensor]:
-        beta1, beta2 = group["betas"]
-        names = ("eps", "weight_decay", "warmup_steps", "r", "weight_lr_power")
-        return {"beta1": beta1, "beta2": beta2, **{name: group[name] for name in names}}
+        return self._cached_rule(schedule_free_rule, group["max_unorm"] > 0)
 
     def _new(self, key: str, stored: Stored, p: Tensor, group: Mapping[str, Any]) -> Tensor:
         new = super()._new(key, stored, p, group)

@@ -32,20 +32,23 @@ def without_numpy(value: Any) -> Any:
     return value
 
 
-def _number(value: Any) -> Any:
-    """A setting's value without NumPy's numbers and without tensors that can be read at once."""
+def as_number(value: Any, wait: bool = False) -> Any:
+    """A setting's value without NumPy's numbers and without tensors of one element.
+
+    Those on an accelerator stay, unless it is to `wait` for them.
+    """
     if isinstance(value, Tensor):
-        at_hand = value.device.type == "cpu" and value.numel() == 1
+        at_hand = value.numel() == 1 and (wait or value.device.type == "cpu")
         return value.item() if at_hand else value
     if type(value) in (list, tuple):
-        return tuple(map(_number, value))
+        return tuple(as_number(item, wait) for item in value)
     return without_numpy(value)
 
 
 def resolved(group: Mapping[str, Any]) -> dict[str, Any]:
     """A group's settings as numbers; `params` are left as they are."""
     return {
-        key: value if key in NO_SETTINGS or type(value) in _PLAIN else _number(value)
+        key: value if key in NO_SETTINGS or type(value) in _PLAIN else as_number(value)
         for key, value in group.items()
     }
 
@@ -65,7 +68,7 @@ def _may_change(value: Any) -> bool:
 
 def _storage(group: Mapping[str, Any]) -> dict[str, Any]:
     """The settings of a group that say which format its moments are in."""
-    return {key: _number(group[key]) for key in ("optim_bits", "state_format")}
+    return {key: as_number(group[key]) for key in ("optim_bits", "state_format")}
 
 
 class Settings:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from functools import lru_cache
 from typing import Any
 
 from torch import Tensor
@@ -15,8 +14,6 @@ from . import _checks
 from ._arguments import documented, settings_of
 from ._optimizer import LowBitOptimizer
 from ._variants import fixed_bits
-
-_rule = lru_cache(maxsize=None)(sgd)
 
 
 @documented
@@ -37,9 +34,6 @@ class SGD(LowBitOptimizer):
         weight_decay: coupled (L2) weight decay.
         nesterov: use Nesterov's momentum.
 
-    Raises:
-        ValueError, TypeError: naming the argument that is not allowed.
-
     Example:
         >>> optimizer = SGD8bit(model.parameters(), lr=0.1, momentum=0.9)
 
@@ -52,6 +46,7 @@ class SGD(LowBitOptimizer):
     """
 
     family = "SGD"
+    HYPER = ("momentum", "dampening", "weight_decay")
     step_required = False
 
     def __init__(
@@ -89,10 +84,7 @@ class SGD(LowBitOptimizer):
 
     def _rule(self, group: Mapping[str, Any]) -> Rule:
         momentum, cap = group["momentum"] != 0, group["max_unorm"] > 0
-        return _rule(momentum, group["nesterov"], cap, group["cautious"])
-
-    def _hyper(self, group: Mapping[str, Any]) -> dict[str, float | Tensor]:
-        return {name: group[name] for name in ("momentum", "dampening", "weight_decay")}
+        return self._cached_rule(sgd, momentum, group["nesterov"], cap, group["cautious"])
 
 
 @fixed_bits(8)

@@ -274,11 +274,6 @@ def whole(x: Any) -> Any:
     return x.full_tensor() if is_dtensor(x) else x
 
 
-def gathered(saved: Mapping[str, Any]) -> dict[str, Any]:
-    """Saved state with whole tensors on every rank."""
-    return {key: whole(x) for key, x in saved.items()}
-
-
 def spread(x: Tensor, p: Any) -> Tensor:
     """A plain tensor of this rank's shard of p, as a DTensor dealt out as p is; if p is one."""
     if not is_dtensor(p):

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import inspect
+import math
 from collections.abc import Mapping
 from typing import Any, ClassVar
+
+from torch import Tensor
 
 from . import _checks
 from ._optimizer import LowBitOptimizer
@@ -32,6 +35,16 @@ class TrustOptimizer(LowBitOptimizer):
         if group["trust_coefficient"] is not None:
             _checks.numbers(group, "trust_coefficient")
         _checks.bounds("weight_norm_bounds", group["weight_norm_bounds"])
+
+    def _hyper(self, group: Mapping[str, Any]) -> dict[str, float | Tensor]:
+        low, high = group["weight_norm_bounds"] or (0.0, math.inf)
+        trust = group["trust_coefficient"] or 0.0
+        return {
+            **super()._hyper(group),
+            "trust_coefficient": trust,
+            "norm_low": low,
+            "norm_high": high,
+        }
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a parameter group; see `LowBitOptimizer`."""

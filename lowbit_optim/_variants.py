@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -33,13 +32,6 @@ def fixed_bits(bits: int, keep_argument: bool = False) -> Callable[[T], T]:
     def fix(cls: T) -> T:
         base: Any = cls.__base__
         name = cls.__name__
-        signature = inspect.signature(base.__init__)
-        parameters = [
-            parameter.replace(default=bits) if key == "optim_bits" else parameter
-            for key, parameter in signature.parameters.items()
-            if key not in gone
-        ]
-        signature = signature.replace(parameters=parameters)
 
         def construct(build: Callable[..., None], given: dict[str, Any]) -> None:
             asked = given.pop("optim_bits", bits)
@@ -60,6 +52,6 @@ def fixed_bits(bits: int, keep_argument: bool = False) -> Callable[[T], T]:
                 )
             build(**given, optim_bits=bits)
 
-        return constructor(cls, signature, construct)
+        return constructor(cls, {"optim_bits": bits}, gone, construct)
 
     return fix

@@ -56,14 +56,10 @@ def register() -> list[str]:
 
 def _classes() -> list[type[LowBitOptimizer]]:
     """The optimizers that can be constructed as timm does it."""
-    found = [
-        value
-        for value in vars(lowbit_optim).values()
-        if inspect.isclass(value) and issubclass(value, LowBitOptimizer)
-    ]
     return [
         cls
-        for cls in found
+        for cls in vars(lowbit_optim).values()
+        if inspect.isclass(cls) and issubclass(cls, LowBitOptimizer)
         if "weight_decay" in inspect.signature(cls).parameters and not hasattr(cls, "eval")
     ]
 

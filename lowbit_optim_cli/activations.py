@@ -9,12 +9,13 @@ from .errors import Refused, sentence
 from .models import TORCH_DTYPES, Model
 
 BATCH = re.compile(r"[0-9]+(x[0-9]+)+")
-KEYS = {
-    "width": ("hidden_size", "n_embd", "d_model"),
-    "layers": ("num_hidden_layers", "n_layer", "num_layers"),
-    "heads": ("num_attention_heads", "n_head", "num_heads"),
-    "vocabulary": ("vocab_size",),
-}
+# What configurations call the width, the layers, their heads and the vocabulary.
+KEYS = (
+    ("hidden_size", "n_embd", "d_model"),
+    ("num_hidden_layers", "n_layer", "num_layers"),
+    ("num_attention_heads", "n_head", "num_heads"),
+    ("vocab_size",),
+)
 GENERAL = (
     "Activations are not in the table: of a transformer of L layers of width h with a heads, for "
     "b sequences of s tokens, about s b h L (34 + 5 a s / h) bytes, or 34 s b h L with fused "
@@ -28,10 +29,10 @@ ASSUMED = (
 
 def formula(config: dict[str, Any]) -> str:
     """What the activations of one sequence take, with the assumptions; numbers if there are."""
-    sizes = {name: _first(config, keys) for name, keys in KEYS.items()}
-    if any(value is None for value in sizes.values()):
+    found = [[config[key] for key in keys if type(config.get(key)) is int] for keys in KEYS]
+    if not all(found):
         return f"{GENERAL}; {ASSUMED}."
-    width, layers, heads, vocabulary = sizes.values()
+    width, layers, heads, vocabulary = (values[0] for values in found)
     tokens = 1024
     fused = 34 * tokens * width * layers
     whole = fused + 5 * heads * tokens * tokens * layers
@@ -39,11 +40,6 @@ def formula(config: dict[str, Any]) -> str:
         f"{GENERAL}: for 1 x {tokens} tokens {whole / 1e9:.2f} GB, fused {fused / 1e9:.2f} GB; "
         f"{ASSUMED}, which take {6 * tokens * vocabulary / 1e9:.2f} GB more in 16 and 32 bits."
     )
-
-
-def _first(config: dict[str, Any], keys: tuple[str, ...]) -> Any:
-    found = (config[key] for key in keys if type(config.get(key)) is int)
-    return next(found, None)
 
 
 def measure(model: Model, batch: str) -> str:

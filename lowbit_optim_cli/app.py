@@ -113,11 +113,14 @@ class Layout(str, Enum):
     nested = "nested"
 
 
+AsJson = Annotated[bool, typer.Option("--json", help="print JSON")]
+
+
 def _names() -> list[str]:
     """Optimizers, for the shell's completion."""
     from .optimizers import ROLES
 
-    return [*ROLES, "all"]
+    return list(ROLES)
 
 
 def _formats() -> list[str]:
@@ -128,9 +131,9 @@ def _formats() -> list[str]:
 
 
 def console() -> Console:
-    """What results are printed on; wide enough for a table where it is no terminal."""
-    terminal = Console()
-    return terminal if terminal.is_terminal else Console(width=200)
+    """What results are printed on, as they are; wide enough for a table where it is no terminal."""
+    width = None if Console().is_terminal else 200
+    return Console(width=width, markup=False, highlight=False)
 
 
 @app.command(help=ESTIMATE)
@@ -147,7 +150,7 @@ def estimate(
             "--optimizer",
             "-o",
             help="an optimizer, class or all; repeatable",
-            autocompletion=_names,
+            autocompletion=lambda: [*_names(), "all"],
         ),
     ] = ["AdamW"],  # noqa: B006  # typer copies it
     dtype: Annotated[
@@ -182,7 +185,7 @@ def estimate(
     if size is not None and gpu is not None:
         rows = estimates.fitting(rows, size, gpu)
     further = [activations.formula(found.config)]
-    further += [activations.measure(found, measure)] if measure else []
+    further += [] if measure is None else [activations.measure(found, measure)]
     if as_json:
         typer.echo(estimates.as_json(found, rows, shards, further))
     else:
@@ -192,7 +195,7 @@ def estimate(
 @app.command(help=INSPECT)
 def inspect(
     checkpoint: Annotated[Path, typer.Argument(help="torch.save's file, safetensors, DCP folder")],
-    as_json: Annotated[bool, typer.Option("--json", help="print JSON")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Print what a checkpoint holds."""
     from . import inspection
@@ -232,9 +235,7 @@ def convert(
 
 
 @app.command(help=DOCTOR)
-def doctor(
-    as_json: Annotated[bool, typer.Option("--json", help="print JSON")] = False,
-) -> None:
+def doctor(as_json: AsJson = False) -> None:
     """Print what there is."""
     from . import doctor as doctors
 
@@ -253,7 +254,7 @@ def compare(
     ] = ["AdamW"],  # noqa: B006  # typer copies it
     steps: Annotated[int, typer.Option(min=1, max=100_000)] = 300,
     seed: Annotated[int, typer.Option(min=0, max=2**31)] = 0,
-    as_json: Annotated[bool, typer.Option("--json", help="print JSON")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Train and print the table."""
     from . import comparison

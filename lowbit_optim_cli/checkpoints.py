@@ -160,11 +160,11 @@ def tensors(value: Any) -> Iterator[Tensor]:
             pending.extend(one)
 
 
-def require_dense(value: Any, path: Path) -> None:
-    """Refuse tensors that say they have more elements than there are bytes of them in the file."""
+def require_dense(value: Any, path: Path, whole: bool = False) -> None:
+    """Refuse tensors without dense memory; if they are to be `whole`, with less than they say."""
     for x in tensors(value):
         dense = x.layout == torch.strided and x.device.type == "cpu"
-        if not dense or x.nbytes > x.untyped_storage().nbytes():
+        if not dense or (whole and x.nbytes > x.untyped_storage().nbytes()):
             raise Refused(
                 f"{path} has a tensor of shape {tuple(x.shape)} that is not stored as a whole"
             )

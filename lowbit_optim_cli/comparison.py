@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 import json
+import math
 import statistics
 import time
 from collections.abc import Sequence
@@ -23,14 +24,13 @@ from torch import Tensor, nn
 import lowbit_optim
 
 from .checkpoints import tensors
-from .conversion import named_family
+from .conversion import OPTIONS, named_family
 from .optimizers import BITS, own_layouts
 
 SYMBOLS, WIDTH, BATCH = 32, 256, 256
 # Learning rates at which the 32-bit optimizers learn this; 1e-3 for the others.
 LR = {"SGD": 0.1, "LARS": 1.0, "Lion": 3e-4, "LAMB": 1e-2, "LANS": 1e-2, "Adagrad": 1e-2,
       "Cain": 1e-2, "LearnedGradient": 1e-2}  # fmt: skip
-OPTIONS = {"SGD": {"momentum": 0.9}, "LARS": {"momentum": 0.9}}
 
 
 @dataclass(frozen=True)
@@ -162,9 +162,7 @@ def as_json(results: Sequence[Result]) -> str:
 def show(console: Console, results: Sequence[Result], steps: int) -> None:
     """Print the table."""
     title = f"{steps} steps of one model, start and batches; a uniform guess has a loss of "
-    table = Table(title=f"{title}{torch.tensor(float(SYMBOLS)).log():.3f}")
-    for column in ("optimizer", "format"):
-        table.add_column(column)
+    table = Table("optimizer", "format", title=f"{title}{math.log(SYMBOLS):.3f}")
     for column in ("loss", "state, bytes per parameter", "ms per step"):
         table.add_column(column, justify="right")
     for one in results:

@@ -7,7 +7,6 @@ itself, so an optimizer is rebuilt whose parameters have shapes and no memory.
 from __future__ import annotations
 
 import difflib
-import os
 import re
 import tempfile
 import warnings
@@ -20,6 +19,7 @@ from torch import Tensor, nn
 
 import lowbit_optim
 from lowbit_optim import LowBitOptimizer, _checkpoint
+from lowbit_optim._foreign.bitsandbytes import NESTED
 from lowbit_optim._foreign.load import LIBRARIES
 from lowbit_optim_kernels.formats import FORMATS, units
 from lowbit_optim_kernels.rules import Moment
@@ -30,7 +30,7 @@ from .checkpoints import Found
 from .errors import Refused, plural
 
 TORCH = "torch.optim"
-STORAGE = ("state_format", "optim_bits", "min_8bit_size", "master_weight_bits")
+OPTIONS = {"SGD": {"momentum": 0.9}, "LARS": {"momentum": 0.9}}  # which keep nothing without
 # What the groups of torch.optim's classes have that those of the others have not.
 TELLING = {
     "SGD": {"momentum", "dampening", "nesterov"},
@@ -119,7 +119,7 @@ def _storage(
     if format is not None:
         return {"state_format": format}
     if library(state_dict) == "lowbit_optim":
-        return {key: group[key] for key in STORAGE if key in group}
+        return {key: group[key] for key in _checkpoint.STORAGE_SETTINGS if key in group}
     coded = library(state_dict) != TORCH and any(
         x.itemsize == 1 for x in checkpoints.tensors(state_dict["state"])
     )
@@ -141,15 +141,15 @@ def _parameters(state_dict: Mapping[str, Any], name: str) -> Iterator[list[nn.Pa
 def moments_of(name: str) -> tuple[Moment, ...]:
     """The moments that a class can keep, with whatever settings."""
     cls = getattr(lowbit_optim, name)
-    options: dict[str, Any] = {"momentum": 0.9} if name in ("SGD", "LARS") else {}
-    return (*cls([torch.zeros(1)], lr=0.0, **options).moments(), *cls.SAVED_MOMENTS)
+    optimizer = cls([torch.zeros(1)], lr=0.0, **OPTIONS.get(name, {}))
+    return (*optimizer.moments(), *cls.SAVED_MOMENTS)
 
 
 def _parameter(saved: Mapping[str, Any], moments: tuple[Moment, ...]) -> nn.Parameter:
     """A parameter of the shape that its moments have, and of a dtype that fits them."""
     shape: tuple[int, ...] = (0,)
     dtype = torch.bfloat16 if RESIDUAL_KEY in saved else torch.float32
-    flat = {**saved, **(saved.get("__bnb_optimizer_quant_state__") or {})}
+    flat = {**saved, **(saved.get(NESTED) or {})}
     if isinstance(flat.get("state1"), Tensor):
         shape = tuple(flat["state1"].shape)
         if sum(moment.signed for moment in moments) == 2:  # AdEMAMix stacks its averages
@@ -193,11 +193,19 @@ def convert(
         raise Refused(f"{target} exists; name a file that does not")
     if format is not None and format not in FORMATS:
         raise Refused(f"--format must be one of {', '.join(FORMATS)}; got {format!r}")
+    if not target.parent.is_dir():
+        raise Refused(f"there is no folder {str(target.parent)!r}")
+    if format is not None and to == "torch":
+        raise Refused(
+            f"--format {format} would round what --to torch writes: torch.optim keeps numbers"
+        )
+    if layout != "flat" and to != "bitsandbytes":
+        raise Refused(f"--layout is of --to bitsandbytes; got {layout!r} with --to {to}")
     checkpoint = checkpoints.read(source)
     found = checkpoints.optimizers(checkpoint)
     if not found:
         raise Refused(f"{source} has no optimizer's state, with 'state' and 'param_groups'")
-    checkpoints.require_dense([one.state_dict for one in found], source)
+    checkpoints.require_dense([one.state_dict for one in found], source, whole=True)
     said = []
     for one in found:
         own = named_family(name) if name else family(one.state_dict)
@@ -242,11 +250,7 @@ def _converted(
 
 def _write(value: Any, target: Path) -> None:
     """Write a file whole or not at all."""
-    handle, temporary = tempfile.mkstemp(dir=target.parent, suffix=".tmp")
-    os.close(handle)
-    try:
-        torch.save(value, temporary)
-        os.replace(temporary, target)
-    except BaseException:
-        os.unlink(temporary)
-        raise
+    with tempfile.TemporaryDirectory(dir=target.parent) as folder:
+        whole = Path(folder, target.name)
+        torch.save(value, whole)
+        whole.replace(target)

@@ -75,18 +75,9 @@ UNUSUAL: dict[str, dict[str, Any]] = {
 
 def _llama(config: Config) -> Named:
     """Llama (Touvron et al., arXiv:2302.13971) and its kin, with a head or none."""
-    kin, name = LLAMAS[config["model_type"]], str(architecture(config))
-    vocabulary, width = config["vocab_size"], config["hidden_size"]
-    yield from _llama_body(config, kin, "" if name.endswith("Model") else "model.")
-    if name.endswith("ForSequenceClassification"):
-        yield "score.weight", (labels(config), width)
-    elif name.endswith("ForCausalLM") and not config.get("tie_word_embeddings", kin.tied):
-        yield "lm_head.weight", (vocabulary, width)
-
-
-def _llama_body(config: Config, kin: Kin, model: str) -> Named:
+    kind, name = config["model_type"], str(architecture(config))
+    kin, model = LLAMAS[kind], "" if name.endswith("Model") else "model."
     vocabulary, width, inner, layers, *_ = (config[key] for key in SIZES)
-    kind = config["model_type"]
     yield f"{model}embed_tokens.weight", (vocabulary, width)
     for i in range(layers):
         layer = f"{model}layers.{i}"
@@ -102,6 +93,10 @@ def _llama_body(config: Config, kin: Kin, model: str) -> Named:
         for norm in kin.norms:
             yield f"{layer}.{norm}_layernorm.weight", (width,)
     yield f"{model}norm.weight", (width,)
+    if name.endswith("ForSequenceClassification"):
+        yield "score.weight", (labels(config), width)
+    elif name.endswith("ForCausalLM") and not config.get("tie_word_embeddings", kin.tied):
+        yield "lm_head.weight", (vocabulary, width)
 
 
 def _attention(config: Config, name: str, kin: Kin) -> Named:

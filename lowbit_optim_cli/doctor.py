@@ -100,12 +100,10 @@ def _cache() -> dict[str, Any]:
         warnings.simplefilter("always")
         folder = module_cache.cache_folder()
     said = "; ".join(str(warning.message) for warning in caught)
-    if folder is None:
-        return {"folder": None, "writable": False, "files": 0, "bytes": 0, "warning": said}
-    files = [path for path in folder.iterdir() if path.is_file()]
+    files = [path for path in folder.iterdir() if path.is_file()] if folder else []
     return {
-        "folder": str(folder),
-        "writable": _writable(folder),
+        "folder": folder and str(folder),
+        "writable": folder is not None and _writable(folder),
         "files": len(files),
         "bytes": sum(path.stat().st_size for path in files),
         "warning": said,
@@ -128,8 +126,8 @@ def as_json(found: dict[str, Any]) -> str:
 def show(console: Console, found: dict[str, Any]) -> None:
     """Print the report."""
     versions = (f"{k} {v or '(not installed)'}" for k, v in found["versions"].items())
-    console.print(", ".join(versions), highlight=False)
-    console.print(f"{found['platform']}, {found['processor']}", highlight=False)
+    console.print(", ".join(versions))
+    console.print(f"{found['platform']}, {found['processor']}")
     table = Table(title=f"engines ({VARIABLE}: {found['asked']})")
     for column in ("device", "dtype", "engine", "why"):
         table.add_column(column, overflow="fold")
@@ -138,16 +136,16 @@ def show(console: Console, found: dict[str, Any]) -> None:
     console.print(table)
     for row in found["refusals"]:
         said = f"{row['engine']} would not run {row['device']} tensors: {row['reason']}"
-        console.print(said, highlight=False)
+        console.print(said)
     cache = found["cache"]
     if cache["folder"] is None:
-        console.print(f"no cache of compiled code: {cache['warning']}", highlight=False)
+        console.print(f"no cache of compiled code: {cache['warning']}")
         return
     can = "writable" if cache["writable"] else "not writable"
     console.print(
         f"compiled code: {cache['folder']} ({can}), {cache['files']} files, "
         f"{cache['bytes'] / 1e6:.1f} MB",
-        highlight=False, soft_wrap=True,
+        soft_wrap=True,
     )  # fmt: skip
     if cache["warning"]:
-        console.print(cache["warning"], highlight=False)
+        console.print(cache["warning"])

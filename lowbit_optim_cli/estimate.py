@@ -20,6 +20,7 @@ from .models import Model
 from .optimizers import ROLES, layouts
 
 CARDS = (16, 24, 48, 80)  # GB of 10^9 bytes, which no card of that name has less than
+MARKS = {"whole": "yes", "released": "rel.", None: "-"}
 FIRST = 10  # rows that `--gpu` prints
 WIDE = 150  # characters of a table with all columns
 UNITS = {"": 1e9, "MB": 1e6, "GB": 1e9, "TB": 1e12, "MIB": 1 << 20, "GIB": 1 << 30, "TIB": 1 << 40}
@@ -69,15 +70,7 @@ class Row:
 
 
 def _numbers(found: Footprint) -> dict[str, int | None]:
-    return {
-        "weights": found.weights,
-        "gradients": found.gradients,
-        "gradients_released": found.released,
-        "state": found.state,
-        "residual": found.residual,
-        "sum": found.sum,
-        "sum_released": found.sum_released,
-    }
+    return {**vars(found), "sum": found.sum, "sum_released": found.sum_released}
 
 
 def rows_of(
@@ -197,29 +190,22 @@ def show(
     for library, several in itertools.groupby(rows, key=lambda row: row.layout.library):
         table.add_row(library, style="bold")
         for row in several:
-            names, values = _names(row.layout), _values(row, wide, shards)
-            table.add_row(*names, *map(cell, values), *_marks(row))
+            layout, cells = row.layout, map(cell, _values(row, wide, shards))
+            name = f" {layout.name}{'*' if layout.documented else ''}"
+            marks = (MARKS[row.fits(card * 1e9)] for card in CARDS)
+            table.add_row(name, layout.format, str(layout.bits or "-"), *cells, *marks)
     console.print(table)
     for line in (*legend(model, rows, shards), *activations):
-        console.print(line, highlight=False, markup=False)
-
-
-def _names(layout: Layout) -> tuple[str, str, str]:
-    mark = "*" if layout.documented else ""
-    return f" {layout.name}{mark}", layout.format, str(layout.bits or "-")
+        console.print(line)
 
 
 def _values(row: Row, wide: bool, shards: int) -> list[int | None]:
     whole, rank = row.whole, row.rank
-    values = [whole.weights, whole.gradients, whole.released] if wide else []
+    values = [whole.weights, whole.gradients, whole.gradients_released] if wide else []
     values += [whole.state, whole.residual, whole.sum, whole.sum_released]
     if shards > 1:
         values += [rank.sum, rank.sum_released]
     return values
-
-
-def _marks(row: Row) -> list[str]:
-    return [{"whole": "yes", "released": "rel.", None: "-"}[row.fits(c * 1e9)] for c in CARDS]
 
 
 def legend(model: Model, rows: Sequence[Row], shards: int) -> list[str]:

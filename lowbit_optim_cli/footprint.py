@@ -177,14 +177,14 @@ class Footprint:
     Attributes:
         weights: of the model's parameters.
         gradients: of all of them.
-        released: of those that wait when they are released; None where they cannot be.
+        gradients_released: of those that wait when they are released; None where they cannot be.
         state: of the optimizer, without the residuals.
         residual: of the bits that are kept beside bf16 weights.
     """
 
     weights: int
     gradients: int
-    released: int | None
+    gradients_released: int | None
     state: int
     residual: int
 
@@ -196,9 +196,9 @@ class Footprint:
     @property
     def sum_released(self) -> int | None:
         """All of it, with gradients released."""
-        if self.released is None:
+        if self.gradients_released is None:
             return None
-        return self.weights + self.released + self.state + self.residual
+        return self.sum - self.gradients + self.gradients_released
 
 
 def footprint(
@@ -232,7 +232,7 @@ def footprint(
     return Footprint(
         weights=all_weights,
         gradients=gradients,
-        released=_released(layout, weights, shards),
+        gradients_released=_released(layout, weights, shards),
         state=state + (layout.shared if coded_any else 0),
         residual=residual,
     )

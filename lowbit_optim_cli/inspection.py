@@ -13,7 +13,6 @@ from typing import Any
 
 from rich.console import Console
 from rich.table import Table
-from torch import Tensor
 
 from lowbit_optim import _checkpoint, _saved
 
@@ -61,19 +60,10 @@ def inspect(path: Path) -> list[Report]:
     """The reports of a file that `torch.save` wrote, a safetensors file or a DCP folder.
 
     Raises:
-        Refused: if it is none of them, or asks for code to be run.
+        Refused: if it is none of them, asks for code to be run, or has tensors that are not dense.
     """
-    if path.is_dir():
-        from . import distributed  # torch.distributed takes a second to import
-
-        stored = distributed.read(path)
-        return [
-            _listed(f"a distributed checkpoint (DCP) of {plural(len(stored), 'tensor')}", stored)
-        ]
-    if path.suffix == ".safetensors":
-        entries = read_header(path)
-        named = [(e.name.rpartition(".")[2], e.dtype, e.shape, e.bytes) for e in entries]
-        return [_listed(f"a safetensors file of {plural(len(entries), 'tensor')}", named)]
+    if path.is_dir() or path.suffix == ".safetensors":
+        return [_listed(path)]
     checkpoint = checkpoints.read(path)
     found = checkpoints.optimizers(checkpoint)
     if not found:
@@ -82,12 +72,21 @@ def inspect(path: Path) -> list[Report]:
             f"{path} has {plural(held, 'tensor')}, but no optimizer's state, with 'state' and "
             "'param_groups'"
         )
+    checkpoints.require_dense([one.state_dict for one in found], path)
     return [_report(one) for one in found]
 
 
-def _listed(summary: str, tensors: Iterable[tuple[str, str, tuple[int, ...], int]]) -> Report:
-    """A report of tensors by the last part of their names."""
-    return Report("the file itself", summary, _kinds(tensors))
+def _listed(path: Path) -> Report:
+    """A report of a file's or a folder's tensors, by the last part of their names."""
+    if path.is_dir():
+        from . import distributed  # torch.distributed takes a second to import
+
+        what, stored = "a distributed checkpoint (DCP)", distributed.read(path)
+    else:
+        what, entries = "a safetensors file", read_header(path)
+        stored = [(e.name.rpartition(".")[2], e.dtype, e.shape, e.bytes) for e in entries]
+    summary = f"{what} of {plural(len(stored), 'tensor')}"
+    return Report("the file itself", summary, _kinds(stored))
 
 
 def _kinds(tensors: Iterable[tuple[str, str, tuple[int, ...], int]]) -> tuple[Kind, ...]:
@@ -109,7 +108,8 @@ def _report(found: Found) -> Report:
         for key, value in state.items()
         for x in checkpoints.tensors(value)
     ]
-    held = sum(x.untyped_storage().nbytes() for x in _storages(states))
+    storages = (x.untyped_storage() for x in checkpoints.tensors(states))
+    held = sum({x.data_ptr(): x.nbytes() for x in storages}.values())  # a shared one once
     said = [f"{library} {family or '(the optimizer is not named in it)'}"]
     head = state_dict.get(_checkpoint.KEY)
     if isinstance(head, Mapping):
@@ -120,11 +120,6 @@ def _report(found: Found) -> Report:
     said += _steps(states)
     said.append(f"{held:,} bytes")
     return Report(found.where, ", ".join(said), _kinds(tensors))
-
-
-def _storages(states: Any) -> list[Tensor]:
-    """A tensor of each storage, a shared one once."""
-    return list({x.untyped_storage().data_ptr(): x for x in checkpoints.tensors(states)}.values())
 
 
 def _formats(found: Found, family: str | None) -> list[str]:
@@ -166,10 +161,8 @@ def as_json(path: Path, reports: list[Report]) -> str:
 def show(console: Console, path: Path, reports: list[Report]) -> None:
     """Print the reports."""
     for report in reports:
-        console.print(f"{path}, {report.where}: {report.summary}", highlight=False, markup=False)
-        table = Table()
-        table.add_column("tensor")
-        table.add_column("dtype")
+        console.print(f"{path}, {report.where}: {report.summary}")
+        table = Table("tensor", "dtype")
         for column in ("tensors", "elements", "bytes"):
             table.add_column(column, justify="right")
         for kind in report.kinds:

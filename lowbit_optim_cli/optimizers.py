@@ -112,17 +112,12 @@ def _torch() -> Iterator[Layout]:
     yield Layout("torch", "SGD", "SGD", "as weights", 1)
 
 
+SINGLE = ("SGD", "Lion", "RMSprop", "Adagrad")  # of one moment
+
+
 def _bitsandbytes() -> Iterator[Layout]:
     """Blocks over the flattened tensor, and code books that all parameters share."""
-    moments = {
-        "Adam": 2,
-        "AdamW": 2,
-        "AdEMAMix": 3,
-        "SGD": 1,
-        "Lion": 1,
-        "RMSprop": 1,
-        "Adagrad": 1,
-    }
+    moments = {"Adam": 2, "AdamW": 2, "AdEMAMix": 3, **dict.fromkeys(SINGLE, 1)}
     for family, count in moments.items():
         yield Layout(
             "bitsandbytes", family, f"{family}8bit", "dynamic8", count,

@@ -101,17 +101,21 @@ def test_usage_errors_are_one_sentence():
         assert "there is no file or folder" in refused("inspect", path)
 
 
-def test_the_shell_completes_commands_and_optimizers():
-    def completed(words):
-        env = {
-            "_LOWBIT_OPTIM_COMPLETE": "complete_bash", "COMP_WORDS": words, "COMP_CWORD": "3",
-        }  # fmt: skip
-        said = testing.CliRunner().invoke(app, [], prog_name="lowbit-optim", env=env).output
-        return said.split()
+def completed(words):
+    env = {"_LOWBIT_OPTIM_COMPLETE": "complete_bash", "COMP_WORDS": words, "COMP_CWORD": "3"}
+    said = testing.CliRunner().invoke(app, [], prog_name="lowbit-optim", env=env).output
+    return said.split()
 
+
+def test_the_shell_completes_commands_and_optimizers():
     assert completed("lowbit-optim estimate --optimizer Ad") == [
         "Adam", "AdamW", "AdEMAMix", "Adagrad",
     ]  # fmt: skip
+
+
+def test_the_shell_proposes_all_where_it_is_taken():
+    for command, number in (("estimate", 1), ("compare", 0)):
+        assert completed(f"lowbit-optim {command} --optimizer al").count("all") == number
 
 
 def test_doctor_names_the_engine_of_each_dtype():

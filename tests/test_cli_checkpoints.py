@@ -212,13 +212,19 @@ def test_convert_refuses_what_it_cannot(tmp_path):
     assert "ratio4" in refused("convert", lion, out, "--to", "lowbit", "--format", "ratio4")
     assert "there is no file" in refused("convert", tmp_path / "absent", out, "--to", "torch")
     assert "exists; name a file" in refused("convert", lion, lion, "--to", "lowbit")
+    nowhere = ("convert", lion, tmp_path / "absent" / "out.pt", "--to", "lowbit")
+    assert refused(*nowhere) == f"lowbit-optim: there is no folder {str(tmp_path / 'absent')!r}"
+    coded = ("--to", "torch", "--format", "ratio4")
+    assert "torch.optim keeps numbers" in refused("convert", lion, out, *coded)
+    laid_out = ("--to", "torch", "--layout", "nested")
+    assert "--layout is of --to bitsandbytes" in refused("convert", lion, out, *laid_out)
     torch.save({"model": {"w": torch.zeros(3)}}, tmp_path / "model.pt")
     assert "has no optimizer's state" in refused(
         "convert", tmp_path / "model.pt", out, "--to", "torch"
     )
     assert "1 tensor, but no optimizer's state" in refused("inspect", tmp_path / "model.pt")
     assert not out.exists()
-    assert not list(tmp_path.glob("*.tmp"))
+    assert not any(path.is_dir() for path in tmp_path.iterdir())
 
 
 class Bomb:
@@ -318,6 +324,34 @@ def test_tensors_larger_than_their_bytes_are_refused(tmp_path):
     assert found["summary"].endswith(", 4 bytes")
     said = refused("convert", tmp_path / "wide.pt", tmp_path / "out.pt", "--to", "lowbit")
     assert "that is not stored as a whole" in said
+
+
+@pytest.mark.parametrize("odd", [torch.zeros((), device="meta"), torch.ones(1).to_sparse()])
+def test_tensors_without_dense_memory_are_refused(tmp_path, odd):
+    optimizer = stepped(lowbit_optim.AdamW, "AdamW", shapes_of_two())
+    optimizer.state[next(iter(optimizer.state))]["odd"] = odd
+    path = saved(tmp_path / "odd.pt", optimizer)
+    for arguments in (("inspect", path), ("convert", path, tmp_path / "out.pt", "--to", "torch")):
+        assert "that is not stored as a whole" in refused(*arguments)
+
+
+def test_names_that_look_like_markup_are_printed_as_they_are(tmp_path):
+    state = {0: {"step": 1, "a[/b]": torch.zeros(3), "[red]": torch.zeros(3)}}
+    torch.save({"state": state, "param_groups": [{"params": [0]}]}, tmp_path / "odd.pt")
+    text = run("inspect", tmp_path / "odd.pt").stdout
+    assert "a[/b]" in text
+    assert "[red]" in text
+    (tmp_path / "model[v2]").mkdir()
+    safetensors(tmp_path / "model[v2]" / "model.safetensors", {"w": ("F32", (8,))})
+    title = run("estimate", tmp_path / "model[v2]").stdout
+    assert "model[v2]" in title
+
+
+def test_what_is_written_can_be_read_by_those_who_may_read_a_new_file(tmp_path):
+    path = saved(tmp_path / "run.pt", stepped(lowbit_optim.AdamW, "AdamW"))
+    converted(path, tmp_path / "out.pt", "--to", "torch")
+    assert (tmp_path / "out.pt").stat().st_mode == path.stat().st_mode
+    assert sorted(one.name for one in tmp_path.iterdir()) == ["out.pt", "run.pt"]
 
 
 @pytest.mark.parametrize(

@@ -215,6 +215,13 @@ def test_what_cannot_be_coded_is_refused():
         dequantize_blockwise(codes, absmax[:1])
     with pytest.raises((TypeError, ValueError), match="codes"):
         dequantize_blockwise(codes.float(), absmax)
+    with pytest.raises(TypeError, match="codes must be uint8, got <class 'list'>"):
+        dequantize_blockwise([1], absmax)
+    with pytest.raises(TypeError, match="dtype must be a floating dtype, got float32"):
+        dequantize_blockwise(codes, absmax, dtype="float32")
+    for bad in (3.0, absmax.to(torch.complex64), absmax.to_sparse()):
+        with pytest.raises(ValueError, match="'absmax' must be a"):
+            dequantize_blockwise(codes, bad)
 
 
 def blocks(low, shapes=None):

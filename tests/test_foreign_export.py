@@ -108,6 +108,20 @@ def test_other_keys_of_a_group_and_norms_are_written():
 
 
 @pytest.mark.parametrize("write", [to_torch_state_dict, to_bitsandbytes_state_dict])
+def test_what_a_group_has_beside_settings_is_copied(write):
+    optimizer = lowbit_optim.AdamW8bit(params_of([(5,)]), lr=torch.tensor(0.5))
+    torch.optim.lr_scheduler.ConstantLR(optimizer)
+    group = optimizer.param_groups[0]
+    group["mine"] = [torch.arange(3)]
+    lowbit_optim.release_gradients(optimizer, clip_previous_norm=1.0)
+    (written,) = write(optimizer)["param_groups"]
+    assert type(written["initial_lr"]) is float
+    assert torch.equal(written["mine"][0], group["mine"][0])
+    assert not pointers(written) & pointers(group)
+    assert "previous_gradient_norm" not in written, "which is of no other library"
+
+
+@pytest.mark.parametrize("write", [to_torch_state_dict, to_bitsandbytes_state_dict])
 def test_groups_share_one_numbering(write):
     p, q, r = params_of([(5,), (6,), (7,)])
     groups = [{"params": [p]}, {"params": [q, r], "lr": torch.tensor(0.25)}]

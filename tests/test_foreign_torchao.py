@@ -131,6 +131,15 @@ def test_what_is_bad_is_refused(name, change, match):
     assert identical(snapshot(optimizer), before)
 
 
+def test_two_codes_a_byte_need_an_even_count():
+    saved, _ = saved_by_torchao("AdamW4bit")
+    book = saved["state"][0]["exp_avg"].qmap
+    codes, scale = torch.zeros(2, dtype=torch.uint8), torch.ones(1)
+    saved["state"][1]["exp_avg"] = Stored((5,), codes=codes, scale=scale, qmap=book)
+    with pytest.raises(ValueError, match=r"'exp_avg.codes' has shape \(2,\), \(5,\) is needed"):
+        lowbit_optim.AdamW8bit(params_of(SHAPES)).load_state_dict(saved)
+
+
 def test_another_optimizer_or_parameter_is_refused():
     saved, _ = saved_by_torchao("AdamW8bit")
     with pytest.raises(ValueError, match="it has no Lion, only Adam, AdamW"):

@@ -335,6 +335,8 @@ def test_arguments_of_the_wrong_kind(manager):
         manager.override_config([p, "weight"], "lr", 0.1)
     with pytest.raises(TypeError, match="params must be tensors; got int"):
         manager.register_parameters([p, 3])
+    with pytest.raises(TypeError, match="params must be tensors; got NoneType"):
+        manager.register_parameters([{"parameters": [p]}])
     with pytest.raises(TypeError, match="an override must be a dict"):
         manager.register_module_override(torch.nn.Linear(2, 2), "weight", 32)
     assert not manager._parameters

@@ -81,6 +81,21 @@ def test_a_step_in_eval_mode_raises_and_changes_nothing():
     assert optimizer.param_groups[1]["train_mode"] is False, "the mode of the others"
 
 
+@pytest.mark.parametrize("released", [True, False])
+def test_no_parameter_is_stepped_by_itself_in_eval_mode(released):
+    (p, *_), optimizer = build()
+    handle = lowbit_optim.release_gradients(optimizer, bucket_bytes=0) if released else None
+    optimizer.eval()
+    before = p.detach().clone()
+    p.grad = None if released else torch.ones_like(p)
+    step = p.sum().backward if released else lambda: optimizer.step_parameter(p)
+    with pytest.raises(RuntimeError, match="in eval mode"):
+        step()
+    assert torch.equal(p, before)
+    if handle is not None:
+        handle.remove()
+
+
 def test_a_checkpoint_has_the_mode_and_what_lasts(tmp_path):
     params, optimizer = build()
     train(optimizer, 3)
@@ -129,6 +144,22 @@ def test_bf16_parameters_keep_z_in_fp32():
     params, optimizer = build(dtype=torch.bfloat16)
     train(optimizer, 2)
     assert all(optimizer.state[p]["z"].dtype == torch.float32 for p in params)
+
+
+@pytest.mark.parametrize(("bits", "rounding"), [(24, 2.0**-16), (32, 2.0**-22)])
+def test_modes_keep_the_bits_beside_bf16_parameters(bits, rounding):
+    params, optimizer = build(dtype=torch.bfloat16, master_weight_bits=bits)
+    train(optimizer, 5)
+    y = dict(lowbit_optim.master_weights(optimizer))
+    optimizer.eval()
+    x = dict(lowbit_optim.master_weights(optimizer))
+    for i, p in enumerate(params):
+        z = optimizer.state[p]["z"]
+        torch.testing.assert_close(y[i], x[i].lerp(z, 0.1), rtol=2 * rounding, atol=rounding)
+        assert ((x[i] - p).abs() <= 2.0**-8 * x[i].abs()).all(), "p is x, rounded to bf16"
+    optimizer.train()
+    for i, weight in lowbit_optim.master_weights(optimizer):
+        torch.testing.assert_close(weight, y[i], rtol=3 * rounding, atol=rounding)
 
 
 def test_the_reference_is_the_paper():

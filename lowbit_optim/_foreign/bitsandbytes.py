@@ -28,7 +28,8 @@ from lowbit_optim_kernels.rules.lion import MOMENTUM as LION
 from lowbit_optim_kernels.rules.rmsprop import MEAN_SQUARE
 from lowbit_optim_kernels.rules.sgd import MOMENTUM as SGD
 
-from .coded import Coded, check_book, check_scales, scales_of
+from .._saved import require_scales, require_shape
+from .coded import Coded, check_book, scales_of
 from .library import Library
 
 NESTED = "__bnb_optimizer_quant_state__"
@@ -73,33 +74,24 @@ class Family:
         caution = {"cautious": False} if self.cautious else {}
         return {"maximize": False, **caution, **self.always}
 
-    @property
-    def group_keys(self) -> tuple[str, ...]:
-        """The settings in its groups."""
-        return ONE_STATE if len(self.states) == 1 else TWO_STATES
 
-
-BETAS = ("lr", "betas", "eps", "weight_decay")
+ADAM_STATES = (ADAM[:1], ADAM[1:])
 MOMENTUM_ONLY = {"dampening": 0.0, "nesterov": False}
 FAMILIES: dict[str, Family] = {
     "Adam": Family(
-        (ADAM[:1], ADAM[1:]), BETAS, always={"amsgrad": False, "decoupled_weight_decay": True}
+        ADAM_STATES, ONE_STATE, always={"amsgrad": False, "decoupled_weight_decay": True}
     ),
-    "AdamW": Family((ADAM[:1], ADAM[1:]), BETAS, always={"amsgrad": False}),
+    "AdamW": Family(ADAM_STATES, ONE_STATE, always={"amsgrad": False}),
     "LAMB": Family(
-        (ADAM[:1], ADAM[1:]),
-        BETAS,
+        ADAM_STATES,
+        ONE_STATE,
         always={
             "amsgrad": False, "bias_correction": True, "adam_w_mode": True,
             "trust_coefficient": None,
         },
         whole=True,
     ),
-    "AdEMAMix": Family(
-        (ADEMAMIX[:2], ADEMAMIX[2:]),
-        (*BETAS, "alpha", "t_alpha", "t_beta3"),
-        by_constructor=False,
-    ),
+    "AdEMAMix": Family((ADEMAMIX[:2], ADEMAMIX[2:]), TWO_STATES, by_constructor=False),
     "SGD": Family((SGD,), ("lr", "weight_decay"), "momentum", MOMENTUM_ONLY),
     "LARS": Family(
         (SGD,),
@@ -124,6 +116,7 @@ class BitsAndBytes(Library):
     """bitsandbytes' state dicts, flat and nested, of 8 and 32 bits."""
 
     name = "bitsandbytes"
+    families = tuple(sorted(FAMILIES))
 
     def recognises(self, state_dict: Mapping[str, Any]) -> bool:
         """By a state's keys or, before the first step, by those of the groups."""
@@ -137,11 +130,6 @@ class BitsAndBytes(Library):
             and len(groups) > 0
             and all(isinstance(one, Mapping) and one.keys() - BESIDE in layouts for one in groups)
         )
-
-    def check_family(self, family: str) -> None:
-        """Raise a ValueError for an optimizer that bitsandbytes does not have."""
-        if family not in FAMILIES:
-            raise ValueError(f"it has no {family}, only {', '.join(sorted(FAMILIES))}")
 
     def group(self, saved: Mapping[str, Any], family: str) -> dict[str, Any]:
         """What its groups say, and what its classes always do; nothing of what they ignore."""
@@ -219,9 +207,7 @@ def _values(
     key, state = f"state{i}", flat[f"state{i}"]
     stacked = len(moments) > 1
     wanted = (len(moments), *p.shape) if stacked else tuple(p.shape)
-    if not isinstance(state, Tensor) or tuple(state.shape) != wanted:
-        got = tuple(state.shape) if isinstance(state, Tensor) else state
-        raise ValueError(f"{key!r} has shape {got!r}, {wanted} is needed")
+    require_shape(repr(key), state, wanted, f"{wanted} is needed")
     if not state.is_contiguous():
         # Its kernels for GPUs go through memory in storage order, its CPU code does not.
         raise ValueError(f"{key!r} is not contiguous, which does not tell its elements' order")
@@ -259,7 +245,7 @@ def _scales(flat: Mapping[str, Any], i: int, count: int, numel: int) -> tuple[li
     else:
         key, blocks = f"absmax{i}", {block: scales_of(numel, block) for block in BLOCKS}
     scales = _required(flat, key)
-    check_scales(key, scales)
+    require_scales(key, scales)
     for block, length in blocks.items():
         if tuple(scales.shape) == ((count, length) if count > 1 else (length,)):
             return list(scales.detach().reshape(count, length).unbind(0)), block

@@ -13,7 +13,7 @@ from lowbit_optim_kernels.formats.dynamic8 import DYNAMIC8, create_dynamic_map
 from lowbit_optim_kernels.formats.layout import Layout
 from lowbit_optim_kernels.rules import Moment
 
-from .._saved import require_dense, require_scales
+from .._saved import require_dense
 
 
 def scales_of(numel: int, block: int) -> int:
@@ -31,13 +31,6 @@ def same_blocks(shape: torch.Size | tuple[int, ...], block: int) -> bool:
     flat = layout.rows == 1 or layout.row % layout.block == 0
     numel = layout.rows * layout.row
     return flat and (block == layout.block or numel <= min(block, layout.block))
-
-
-def check_scales(key: str, scales: Any) -> None:
-    """Raise a ValueError for scales that are no numbers, negative or not finite."""
-    if not isinstance(scales, Tensor):
-        raise ValueError(f"{key!r} must be a tensor, got {scales!r}")
-    require_scales(key, scales)
 
 
 def check_book(key: str, book: Any, length: int) -> None:

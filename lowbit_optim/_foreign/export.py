@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import Tensor
 
 from .. import _checkpoint, _sharding
-from .._settings import without_numpy
-
-if TYPE_CHECKING:
-    from .._optimizer import LowBitOptimizer
+from .._optimizer import LowBitOptimizer
+from .._settings import NO_SETTINGS, as_number
 
 EXACT = {"optim_bits": 32, "state_format": None}
 
@@ -32,11 +30,6 @@ class Member:
     p: Tensor
     settings: Mapping[str, Any]
     state: Mapping[str, Any]
-
-    @property
-    def where(self) -> str:
-        """What errors call it."""
-        return f"parameter {self.index} of shape {tuple(self.p.shape)}"
 
     @property
     def steps(self) -> int:
@@ -80,14 +73,15 @@ class Group:
                 )
 
 
-def require_optimizer(optimizer: Any, function: str) -> None:
-    """Raise a TypeError for what is no optimizer of this package."""
-    from .._optimizer import LowBitOptimizer  # imports this package, to load
-
+def require_optimizer(optimizer: Any, function: str, library: str, families: Sequence[str]) -> None:
+    """Raise for what is no optimizer of this package, or none that the library has."""
     if not isinstance(optimizer, LowBitOptimizer):
         raise TypeError(
             f"{function} takes an optimizer of lowbit_optim, got {type(optimizer).__name__}"
         )
+    if optimizer.family not in families:
+        allowed = ", ".join(families)
+        raise ValueError(f"{library} has no {optimizer.family}; {function} takes {allowed}")
 
 
 def groups_of(optimizer: LowBitOptimizer) -> Iterator[Group]:
@@ -98,6 +92,7 @@ def groups_of(optimizer: LowBitOptimizer) -> Iterator[Group]:
             a DTensor, of which other libraries know no shards.
     """
     indices: dict[Tensor, int] = {}
+    known = {*optimizer.defaults, *NO_SETTINGS}
     for number, group in enumerate(optimizer.param_groups):
         inherited = optimizer._settings_of(number)
         parts = {}
@@ -112,10 +107,10 @@ def groups_of(optimizer: LowBitOptimizer) -> Iterator[Group]:
             parts.update(dict.fromkeys(part["params"], part))
         yield Group(
             name=f"parameter group {number}",
-            settings={key: _number(x) for key, x in inherited.items() if key != "params"},
-            added={
-                key: x for key, x in group.items() if key not in {*optimizer.defaults, "params"}
+            settings={
+                key: as_number(x, wait=True) for key, x in inherited.items() if key != "params"
             },
+            added={key: _beside(x) for key, x in group.items() if key not in known},
             members=tuple(
                 Member(indices.setdefault(p, len(indices)), p, parts[p], optimizer.state.get(p, {}))
                 for p in group["params"]
@@ -134,10 +129,6 @@ def _require_inherited(number: int, part: Mapping[str, Any], inherited: Mapping[
             )
 
 
-def _number(value: Any) -> Any:
-    """A setting as numbers, also one that is a tensor on an accelerator."""
-    if isinstance(value, (list, tuple)):
-        return tuple(map(_number, value))
-    if isinstance(value, Tensor) and value.numel() == 1:
-        return value.item()
-    return without_numpy(value)
+def _beside(value: Any) -> Any:
+    """What is beside settings, shared with nobody; `initial_lr` is a number, as `lr` is."""
+    return _checkpoint.copied(as_number(value, wait=True) if isinstance(value, Tensor) else value)

@@ -14,17 +14,15 @@ class Library(ABC):
 
     Attributes:
         name: what messages call it.
+        families: the optimizers of ours that it has.
     """
 
     name: str
+    families: tuple[str, ...]
 
     @abstractmethod
     def recognises(self, state_dict: Mapping[str, Any]) -> bool:
         """Whether a state dict, with a dict `state` and any `param_groups`, is of this library."""
-
-    @abstractmethod
-    def check_family(self, family: str) -> None:
-        """Raise a ValueError if the library has no optimizer of this family."""
 
     @abstractmethod
     def group(self, saved: Mapping[str, Any], family: str) -> dict[str, Any]:

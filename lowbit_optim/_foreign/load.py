@@ -3,23 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from .. import _checkpoint, _checks
+from .._keeps_state import KeepsState
 from .bitsandbytes import BITSANDBYTES
 from .library import Library
 from .torchao import TORCHAO
-
-if TYPE_CHECKING:
-    from .._optimizer import LowBitOptimizer
 
 LIBRARIES: tuple[Library, ...] = (BITSANDBYTES, TORCHAO)
 
 
 @torch.no_grad()
-def as_ours(optimizer: LowBitOptimizer, state_dict: Any) -> Any:
+def as_ours(optimizer: KeepsState, state_dict: Any) -> Any:
     """A state dict of another library as one of ours, with a warning; any other as it is.
 
     Args:
@@ -35,7 +33,8 @@ def as_ours(optimizer: LowBitOptimizer, state_dict: Any) -> Any:
     name, family = type(optimizer).__name__, optimizer.family
     where = f"{name} cannot load this state_dict of {library.name}"
     with _checkpoint.refusing(where):
-        library.check_family(family)
+        if family not in library.families:
+            raise ValueError(f"it has no {family}, only {', '.join(library.families)}")
         _checkpoint.check_groups(state_dict["param_groups"])
         groups = [library.group(group, family) for group in state_dict["param_groups"]]
     converted = {**state_dict, "param_groups": groups, "state": dict(state_dict["state"])}

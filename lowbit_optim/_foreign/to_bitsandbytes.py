@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from functools import cache, partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,13 +14,11 @@ from lowbit_optim_kernels.formats import units
 from lowbit_optim_kernels.formats.dynamic8 import DYNAMIC8, block_absmax, create_dynamic_map, encode
 from lowbit_optim_kernels.rules import SIGNED, SQUARE, Moment
 
-from .. import _saved
-from .bitsandbytes import BLOCKS, FAMILIES, NESTED, Family
+from .. import _checks, _saved
+from .._optimizer import LowBitOptimizer
+from .bitsandbytes import BITSANDBYTES, BLOCKS, FAMILIES, NESTED, ONE_STATE, TWO_STATES, Family
 from .coded import same_blocks
 from .export import Group, Member, groups_of, require_optimizer
-
-if TYPE_CHECKING:
-    from .._optimizer import LowBitOptimizer
 
 Numbers = Callable[[], dict[str, Tensor]]  # a parameter's moments in 32 bits, made when wanted
 LAYOUTS = ("flat", "nested")
@@ -64,14 +62,10 @@ def to_bitsandbytes_state_dict(optimizer: LowBitOptimizer, layout: str = "flat")
         >>> saved["state"][0]["state1"].shape == model.body.weight.shape
         True
     """
-    require_optimizer(optimizer, "to_bitsandbytes_state_dict")
-    if layout not in LAYOUTS:
-        raise ValueError(f"layout must be one of 'flat', 'nested'; got {layout!r}")
-    name = optimizer.family
-    if name not in FAMILIES:
-        allowed = ", ".join(sorted(FAMILIES))
-        raise ValueError(f"bitsandbytes has no {name}; to_bitsandbytes_state_dict takes {allowed}")
-    its, groups = FAMILIES[name], list(groups_of(optimizer))
+    _checks.one_of("layout", layout, LAYOUTS)
+    function = "to_bitsandbytes_state_dict"
+    require_optimizer(optimizer, function, "bitsandbytes", BITSANDBYTES.families)
+    its, groups = FAMILIES[optimizer.family], list(groups_of(optimizer))
     packed = [group.packed(_settings(its, group)) for group in groups]
     state: dict[int, dict[str, Any]] = {}
     for member in (member for group in groups for member in group.members):
@@ -90,15 +84,13 @@ def _settings(its: Family, group: Group) -> dict[str, Any]:
     if not its.by_constructor:
         required.update(NOT_BY_CONSTRUCTOR)
     group.require(required, "bitsandbytes")
-    theirs: dict[str, Any] = {"betas": (0.0, 0.0), "eps": 0.0}
-    if len(its.states) == 2:
-        theirs.update(alpha=0.0, t_alpha=None, t_beta3=None)
-    theirs.update({key: ours[key] for key in its.settings})
+    unused = {"betas": (0.0, 0.0), "eps": 0.0, "alpha": 0.0, "t_alpha": None, "t_beta3": None}
+    theirs: dict[str, Any] = {**unused, **{key: ours[key] for key in its.settings}}
     if its.first_beta is not None:
         theirs["betas"] = (ours[its.first_beta], 0.0)
     if its.first_beta == "momentum" and ours["momentum"] == 0:
         raise ValueError(f"{group.name} has momentum=0, which bitsandbytes refuses")
-    return {key: theirs[key] for key in its.group_keys}
+    return {key: theirs[key] for key in (ONE_STATE if len(its.states) == 1 else TWO_STATES)}
 
 
 def _state(optimizer: LowBitOptimizer, its: Family, member: Member, whole: bool) -> dict[str, Any]:

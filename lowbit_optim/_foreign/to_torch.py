@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from lowbit_optim_kernels.plan import STEP_DTYPE
 
 from .. import _checkpoint
+from .._optimizer import LowBitOptimizer
 from .export import Group, Member, groups_of, require_optimizer
-
-if TYPE_CHECKING:
-    from .._optimizer import LowBitOptimizer
 
 FAMILIES = ("SGD", "Adam", "AdamW", "RMSprop", "Adagrad")
 HOW_TO_RUN = ("foreach", "fused", "capturable", "differentiable")  # what they compute is the same
@@ -47,24 +45,14 @@ def to_torch_state_dict(optimizer: LowBitOptimizer) -> dict[str, Any]:
         >>> plain.param_groups[0]["lr"]
         0.001
     """
-    require_optimizer(optimizer, "to_torch_state_dict")
-    family = optimizer.family
-    if family not in FAMILIES:
-        raise ValueError(
-            f"torch.optim has no {family}; to_torch_state_dict takes {', '.join(FAMILIES)}"
-        )
+    require_optimizer(optimizer, "to_torch_state_dict", "torch.optim", FAMILIES)
     groups = list(groups_of(optimizer))
-    state: dict[int, dict[str, Any]] = {}
     for group in groups:
         group.require(NOT_IN_TORCH, "torch.optim")
-        for member in group.members:
-            own = _state(optimizer, member)
-            if own:
-                state[member.index] = own
-    return {
-        "state": state,
-        "param_groups": [group.packed(_settings(family, group)) for group in groups],
-    }
+    packed = [group.packed(_settings(optimizer.family, group)) for group in groups]
+    members = (member for group in groups for member in group.members)
+    states = {member.index: _state(optimizer, member) for member in members}
+    return {"state": {i: own for i, own in states.items() if own}, "param_groups": packed}
 
 
 def _settings(family: str, group: Group) -> dict[str, Any]:
@@ -78,7 +66,7 @@ def _state(optimizer: LowBitOptimizer, member: Member) -> dict[str, Any]:
     state: dict[str, Any] = {}
     if member.state:
         state.update(member.numbers(optimizer))
-        steps = member.state["step"].detach().cpu().clone()
+        steps = member.state["step"].detach().cpu()
     elif optimizer.family == "Adagrad":  # torch's has state from the start
         start = member.settings["initial_accumulator_value"]
         state["sum"] = torch.full_like(member.p, start, memory_format=torch.preserve_format)
@@ -86,5 +74,5 @@ def _state(optimizer: LowBitOptimizer, member: Member) -> dict[str, Any]:
     else:
         return state
     if optimizer.family != "SGD":  # torch's counts no steps
-        state.update(_checkpoint.with_saved_steps({0: {"step": steps}})[0])
+        state["step"] = _checkpoint.saved_step(steps)
     return state

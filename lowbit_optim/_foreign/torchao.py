@@ -17,11 +17,10 @@ from torch import Tensor
 from lowbit_optim_kernels.rules import Moment
 from lowbit_optim_kernels.rules.adam import AMSGRAD
 
-from .._saved import require_dense
-from .coded import Coded, check_book, check_scales
+from .._saved import require_dense, require_scales, require_shape
+from .coded import Coded, check_book
 from .library import Library
 
-FAMILIES = ("Adam", "AdamW")
 FP8 = torch.float8_e4m3fn
 
 
@@ -29,23 +28,18 @@ class TorchAO(Library):
     """torchao's state dicts of 8 and 4 bits and of fp8."""
 
     name = "torchao"
+    families = ("Adam", "AdamW")
 
     def recognises(self, state_dict: Mapping[str, Any]) -> bool:
         """By a moment that has codes and scales of its own."""
         states = [one for one in state_dict["state"].values() if isinstance(one, Mapping)]
         return any(_is_stored(value) for one in states for value in one.values())
 
-    def check_family(self, family: str) -> None:
-        """Raise a ValueError for an optimizer that torchao does not have."""
-        if family not in FAMILIES:
-            raise ValueError(f"it has no {family}, only {', '.join(FAMILIES)}")
-
     def group(self, saved: Mapping[str, Any], family: str) -> dict[str, Any]:
         """Its settings are ours; its `lr` is always a tensor, and a number here."""
         lr = saved.get("lr")
-        return (
-            {**saved, "lr": lr.item()} if isinstance(lr, Tensor) and lr.numel() == 1 else {**saved}
-        )
+        number = {"lr": lr.item()} if isinstance(lr, Tensor) and lr.numel() == 1 else {}
+        return {**saved, **number}
 
     def state(
         self, saved: Mapping[str, Any], p: Tensor, family: str
@@ -56,10 +50,7 @@ class TorchAO(Library):
             value = saved.get(moment.key)
             if value is None or not _is_stored(value):
                 continue
-            found = _read(value, moment, p)
-            own, kept = (
-                ({moment.key: found}, False) if isinstance(found, Tensor) else found.saved(moment)
-            )
+            own, kept = _read(value, moment, p)
             state.update(own)
             exact.append(kept)
         return state, all(exact)
@@ -72,30 +63,28 @@ def _is_stored(value: Any) -> bool:
     return isinstance(value, Tensor) and hasattr(value, "codes") and hasattr(value, "scale")
 
 
-def _read(value: Any, moment: Moment, p: Tensor) -> Coded | Tensor:
-    """A moment's codes with their code book, or its numbers where it has none."""
+def _read(value: Any, moment: Moment, p: Tensor) -> tuple[dict[str, Tensor], bool]:
+    """A moment as state dicts of ours have it, and whether that is bit for bit."""
     key, numel = moment.key, p.numel()
     codes, scale, book = value.codes.detach(), value.scale.detach(), getattr(value, "qmap", None)
-    if tuple(value.shape) != tuple(p.shape):
-        raise ValueError(f"{key!r} has shape {tuple(value.shape)}, its parameter {tuple(p.shape)}")
-    check_scales(f"{key}.scale", scale)
+    require_shape(repr(key), value, p.shape)
+    require_scales(f"{key}.scale", scale)
     if scale.ndim != 1 or scale.numel() == 0 or numel % scale.numel():
         raise ValueError(
             f"'{key}.scale' has shape {tuple(scale.shape)}; one number a block of equal size is "
             f"needed, so that their count divides {numel}"
         )
     block = numel // scale.numel()
-    packed = book is not None and tuple(book.shape) == (16,)
+    packed = book is not None and tuple(book.shape) == (16,) and numel % 2 == 0
     require_dense(f"{key}.codes", codes, (FP8,) if book is None else (torch.uint8,))
     wanted = (numel // 2,) if packed else tuple(p.shape)
-    if tuple(codes.shape) != wanted:
-        raise ValueError(f"'{key}.codes' has shape {tuple(codes.shape)}, {wanted} is needed")
+    require_shape(f"'{key}.codes'", codes, wanted, f"{wanted} is needed")
     if book is None:
-        return _of_fp8(key, codes, scale)
+        return {key: _of_fp8(key, codes, scale)}, False
     check_book(f"{key}.qmap", book, 16 if packed else 256)
     if packed:
         codes = torch.stack([codes >> 4, codes & 15], -1).reshape(p.shape)
-    return Coded(f"{key}.codes", codes.contiguous(), scale, book, block)
+    return Coded(f"{key}.codes", codes.contiguous(), scale, book, block).saved(moment)
 
 
 def _of_fp8(key: str, codes: Tensor, scale: Tensor) -> Tensor:

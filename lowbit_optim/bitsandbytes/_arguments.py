@@ -43,15 +43,6 @@ def bitsandbytes_arguments(
     """
 
     def fix(cls: T) -> T:
-        base: Any = cls.__base__
-        signature = inspect.signature(base.__init__)
-        parameters = [
-            parameter.replace(default=defaults.get(key, parameter.default))
-            for key, parameter in signature.parameters.items()
-            if key not in without
-        ]
-        signature = signature.replace(parameters=parameters)
-
         def construct(build: Callable[..., None], given: dict[str, Any]) -> None:
             switches = {key: given.pop(key) for key in SWITCHES if key in given}
             if "optim_bits" in defaults and given.get("optim_bits") == defaults["optim_bits"]:
@@ -59,7 +50,7 @@ def bitsandbytes_arguments(
             build(**given)
             _warn_once(cls, switches, paged)
 
-        return constructor(cls, signature, construct)
+        return constructor(cls, defaults, without, construct)
 
     return fix
 

@@ -8,7 +8,6 @@ import inspect
 import sys
 import threading
 from collections.abc import Mapping
-from types import TracebackType
 
 from . import optim
 
@@ -45,12 +44,7 @@ class Patch:
     def __enter__(self) -> Patch:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        value: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *raised: object) -> None:
         self.undo()
 
 

@@ -131,29 +131,17 @@ class PagedAdEMAMix32bit(AdEMAMix32bit):
 
 @bitsandbytes_arguments(block_wise=False)
 class LAMB(_lamb.LAMB, Bitsandbytes):
-    """`lowbit_optim.LAMB` with bitsandbytes' arguments.
-
-    Args:
-        block_wise: as in bitsandbytes; state is blockwise either way, and to give False warns.
-    """
+    """`lowbit_optim.LAMB` with bitsandbytes' arguments."""
 
 
 @bitsandbytes_arguments(block_wise=False)
 class LAMB8bit(_lamb.LAMB8bit, Bitsandbytes):
-    """`lowbit_optim.LAMB8bit` with bitsandbytes' arguments.
-
-    Args:
-        block_wise: as in bitsandbytes; state is blockwise either way, and to give False warns.
-    """
+    """`lowbit_optim.LAMB8bit` with bitsandbytes' arguments."""
 
 
 @bitsandbytes_arguments(block_wise=False)
 class LAMB32bit(_lamb.LAMB32bit, Bitsandbytes):
-    """`lowbit_optim.LAMB32bit` with bitsandbytes' arguments.
-
-    Args:
-        block_wise: as in bitsandbytes; state is blockwise either way, and to give False warns.
-    """
+    """`lowbit_optim.LAMB32bit` with bitsandbytes' arguments."""
 
 
 @bitsandbytes_arguments()
