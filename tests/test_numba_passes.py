@@ -183,6 +183,30 @@ TEMPLATE = """
 
     def mend(n, *top):
         return top[MOMENTS]
+
+    @quickly
+    def raise_tops():
+        x = load(at + 4 * j)
+        for m in MOMENTS:
+            top[m] = highest(top[m], x)
+
+    def run(at, n):
+        for m in MOMENTS:
+            top[m] = 0
+        for j in range(n):
+            raise_tops()
+        for quarter in (0, 1):
+            j = n + quarter
+            raise_tops()
+        return top[MOMENTS]
+
+    @quickly
+    def differ():
+        x = x + quarter
+
+    def differing(x):
+        for quarter in (0, 1):
+            differ()
 """
 
 
@@ -236,6 +260,33 @@ def test_specialized_for_one(tmp_path, monkeypatch):
         def mend(n, top_a):
             return top_a
     """)  # fmt: skip
+
+
+def test_a_fragment_with_a_decorator_is_a_function(tmp_path, monkeypatch):
+    same(specialized(tmp_path, monkeypatch, 2, "run"), """
+        @quickly
+        def raise_tops(at, j, top_a, top_b):
+            x = load(at + 4 * j)
+            top_a = highest(top_a, x)
+            top_b = highest(top_b, x)
+            return (top_a, top_b)
+
+        def run(at, n):
+            top_a = 0
+            top_b = 0
+            for j in range(n):
+                top_a, top_b = raise_tops(at, j, top_a, top_b)
+            j = n + 0
+            top_a, top_b = raise_tops(at, j, top_a, top_b)
+            j = n + 1
+            top_a, top_b = raise_tops(at, j, top_a, top_b)
+            return (top_a, top_b)
+    """)  # fmt: skip
+
+
+def test_such_a_fragment_is_the_same_everywhere(tmp_path, monkeypatch):
+    with pytest.raises(AssertionError, match="differ is not the same everywhere"):
+        specialized(tmp_path, monkeypatch, 1, "differing")
 
 
 def test_what_no_text_says_is_an_error(tmp_path, monkeypatch):

@@ -12,7 +12,9 @@ bound to values. An expression of bound names alone is worked out and its value 
     def f(x, *NAMES)          takes the bound names; `*top` with `top` not bound the `top[MOMENTS]`
     def NAME(...)             is written under the name that NAME is bound to
     load()                    as a statement, with a `load` of the template that takes nothing, is
-                              replaced by its body: it shares the variables around it
+                              replaced by its body: it shares the variables around it. One with a
+                              decorator becomes a function, which is given those that it reads
+                              and returns those of them that it changes
 
 A sequence of one item is written as that item, not as a tuple. Functions of the template that the
 result calls, and the imports that it needs, are written with it.
@@ -116,6 +118,7 @@ class _Specializer(ast.NodeTransformer):
     def __init__(self, functions: dict[str, ast.FunctionDef], bound: dict[str, Any]) -> None:
         self.functions, self.bound = functions, {**_WORKED_OUT, **bound}
         self.called: list[str] = []  # functions of the template
+        self.apart: dict[str, tuple[ast.FunctionDef, ast.Assign]] = {}  # fragments, and their calls
 
     def known(self, node: ast.AST) -> Any:
         """The value of an expression of bound names alone; else `_OPEN`."""
@@ -201,6 +204,9 @@ class _Specializer(ast.NodeTransformer):
             arguments.vararg = None
         made.name, made.args = str(self.bound.get(node.name, node.name)), arguments
         made.body = self.statements(_body(node))
+        own = {x.arg for x in arguments.args}.union(_used(made, ast.Store))
+        for fragment, call in self.apart.values():
+            _connect(fragment, call, own)
         return made
 
     def visit_For(self, node: ast.For) -> Any:
@@ -221,9 +227,16 @@ class _Specializer(ast.NodeTransformer):
 
     def visit_Expr(self, node: ast.Expr) -> Any:
         fragment = self.functions.get(_function(node.value))
-        if fragment is not None and not ast.unparse(fragment.args):
-            return self.statements(_body(fragment))
-        return self.generic_visit(node)
+        if fragment is None or ast.unparse(fragment.args):
+            return self.generic_visit(node)
+        body = self.statements(_body(fragment))
+        if not fragment.decorator_list:
+            return body
+        made = _copied(fragment)
+        made.body = body
+        first, call = self.apart.setdefault(made.name, (made, ast.Assign([], node.value)))
+        assert ast.unparse(first) == ast.unparse(made), f"{made.name} is not the same everywhere"
+        return call
 
     def visit_Subscript(self, node: ast.Subscript) -> Any:
         index = node.slice.elts if isinstance(node.slice, ast.Tuple) else [node.slice]
@@ -253,6 +266,30 @@ class _Specializer(ast.NodeTransformer):
 def _body(function: ast.FunctionDef) -> list[ast.stmt]:
     """Its statements, without the docstring."""
     return function.body[ast.get_docstring(function) is not None :]
+
+
+def _used(node: ast.AST, context: type[ast.expr_context]) -> list[str]:
+    """The names that are read, or written, in some part of a function."""
+    nodes = (x for x in ast.walk(node) if isinstance(x, ast.Name))
+    return [x.id for x in nodes if isinstance(x.ctx, context)]
+
+
+def _connect(fragment: ast.FunctionDef, call: ast.Assign, around: set[str]) -> None:
+    """Give a fragment what it reads of the variables around it, and these what it changes."""
+    read, written = dict[str, None](), set[str]()
+    for statement in fragment.body:
+        names = _used(statement, ast.Load)
+        read.update(dict.fromkeys(x for x in names if x in around and x not in written))
+        written.update(_used(statement, ast.Store))
+    changed = [Variable(x) for x in read if x in written]
+    fragment.args = ast.arguments(
+        [], [ast.arg(x) for x in read], kwonlyargs=[], kw_defaults=[], defaults=[]
+    )
+    fragment.body.append(ast.Return(_literal(tuple(changed), ast.Load())))
+    call.targets = [_literal(tuple(changed), ast.Store())]
+    call.value = ast.Call(
+        ast.Name(fragment.name, ast.Load()), [ast.Name(x, ast.Load()) for x in read], []
+    )
 
 
 Imports = dict[str, tuple[str, str | None]]  # a name: its module and its name there, if any
@@ -302,7 +339,8 @@ class Writer:
         for called in specializer.called:
             if called not in self.written:
                 self.add(called, **bound)
-        self.written[made.name] = ast.fix_missing_locations(made)
+        for function in (*(fragment for fragment, _ in specializer.apart.values()), made):
+            self.written[function.name] = ast.fix_missing_locations(function)
 
     def text(self, head: str = "") -> str:
         """The imports, a text of other things, and the functions."""

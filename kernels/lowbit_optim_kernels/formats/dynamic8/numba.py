@@ -28,7 +28,7 @@ from numba import types
 from numba.extending import intrinsic
 
 from ...engines.numba.dither import next_bits
-from ...engines.numba.inner import inner
+from ...engines.numba.inner import inlined, inner
 from ...engines.numba.memory import load_f32, store_f32
 from ...engines.numba.vector import HAS_AVX512 as HAS_AVX512
 from ...engines.numba.vector import f32, i32
@@ -94,7 +94,7 @@ def _decoder(decode_64: Callable) -> Callable:
 
 
 def _encoders(place: Callable, put: Callable, dither: Callable, put_dithered: Callable) -> tuple:
-    @inner
+    @inlined
     def encode(x, inverse, codes, n):
         """n fp32 numbers at x, a multiple of 64, to codes; see `inverse_of`."""
         for i in range(0, n, 64):
@@ -104,7 +104,7 @@ def _encoders(place: Callable, put: Callable, dither: Callable, put_dithered: Ca
             d = place(load_f32(x + 4 * i + 192), inverse)
             put(a, b, c, d, codes + i)
 
-    @inner
+    @inlined
     def encode_dithered(x, inverse, codes, n, bits):
         """The same by dither; `bits` are those of the first lanes."""
         for i in range(0, n, 64):
@@ -117,6 +117,7 @@ def _encoders(place: Callable, put: Callable, dither: Callable, put_dithered: Ca
             d = dither(load_f32(x + 4 * i + 192), inverse, bits)
             bits = next_bits(bits)
             put_dithered(a, b, c, d, codes + i)
+        return bits
 
     return encode, encode_dithered
 

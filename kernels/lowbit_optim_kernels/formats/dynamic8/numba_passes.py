@@ -1,19 +1,17 @@
 """Template of the passes over blocks of `dynamic8`: in place of the Numba engine's own functions.
 
 A block's moments are decoded, but not scaled, into scratch memory. Its new scales are known only
-after its last element, so it is encoded while the next block is updated: an update waits for
-divisions and square roots, encoding does not. The two are interleaved: 16 elements at a time if
-there is one moment; of more, 64 elements of one after the other, as registers have no room for the
-constants of two.
+after its last element, so it is encoded while the next block is updated, 64 elements in turn: an
+update waits for divisions and square roots, encoding does not.
 """
 
 from __future__ import annotations
 
 from numpy import float32 as f32
 
-from ...engines.numba.dither import block_bits, first_bits, next_bits
+from ...engines.numba.dither import block_bits, first_bits
 from ...engines.numba.element import INFINITY, only_finite
-from ...engines.numba.inner import inner
+from ...engines.numba.inner import inlined, inner
 from ...engines.numba.memory import enter, leave, load_f32, read_f32, stack, store_f32, write_f32
 from ...engines.numba.vector import absolute as abs
 from ...engines.numba.vector import (
@@ -31,8 +29,6 @@ from .numba import (
     MOST,
     decode_s,
     decode_u,
-    dither_s,
-    dither_u,
     encode_dithered_s,
     encode_dithered_u,
     encode_s,
@@ -40,12 +36,6 @@ from .numba import (
     exact_s,
     exact_u,
     inverse_of,
-    place_s,
-    place_u,
-    put_dithered_s_64,
-    put_dithered_u_64,
-    put_s_64,
-    put_u_64,
 )
 
 
@@ -104,17 +94,23 @@ def mend(row, n, *largest):
     return (*largest[MOMENTS], *inverse[MOMENTS])
 
 
-def place_elements():
-    """The places of a moment's elements at j - BLOCK, which are of the block before."""
-    if m.stream:
-        place[m, quarter] = (dither_s if m.signed else dither_u)(
-            load_f32(past + ROW * m.row + 4 * (j - BLOCK)), inverse[m], bits[m]
-        )
-        bits[m] = next_bits(bits[m])
-    else:
-        place[m, quarter] = (place_s if m.signed else place_u)(
-            load_f32(past + ROW * m.row + 4 * (j - BLOCK)), inverse[m]
-        )
+@inlined
+def update_vector():
+    """A function, as it is called five times and Numba takes its time for each line."""
+    update_elements()
+
+
+def encode_elements():
+    """Codes of `count` elements from `first_coded` on, whose numbers are at `coded`."""
+    for m, codes in zip(MOMENTS, ELEMENT_PARTS):
+        if m.stream:
+            bits[m] = (encode_dithered_s if m.signed else encode_dithered_u)(
+                coded + ROW * m.row, inverse[m], at[codes] + first_coded, count, bits[m]
+            )
+        else:
+            (encode_s if m.signed else encode_u)(
+                coded + ROW * m.row, inverse[m], at[codes] + first_coded, count
+            )
 
 
 def update_blocks():
@@ -126,45 +122,22 @@ def update_blocks():
     for start in range(0, n, BLOCK):
         stop = start + BLOCK if start + BLOCK < n else n
         read_block()
-        past = scratch + 4 * (~start & BLOCK) - 4 * (start - BLOCK)
+        past = scratch + 4 * (~start & BLOCK)
         for m in MOMENTS:
             top[m] = splat(f32(0.0))
         if start == 0:
             for j in range(start, stop, 16):
-                update_elements()
+                update_vector()
         else:
             for i in range(start, stop, 64):
                 for quarter in (0, 1, 2, 3):
                     j = i + 16 * quarter
-                    update_elements()
-                    if len(MOMENTS) == 1:
-                        for m in MOMENTS:
-                            place_elements()
-                for m, codes in zip(MOMENTS, ELEMENT_PARTS):
-                    if len(MOMENTS) > 1:
-                        for quarter in (0, 1, 2, 3):
-                            j = i + 16 * quarter
-                            place_elements()
-                    if m.stream:
-                        (put_dithered_s_64 if m.signed else put_dithered_u_64)(
-                            *(place[m, quarter] for quarter in (0, 1, 2, 3)),
-                            at[codes] + (i - BLOCK),
-                        )
-                    else:
-                        (put_s_64 if m.signed else put_u_64)(
-                            *(place[m, quarter] for quarter in (0, 1, 2, 3)),
-                            at[codes] + (i - BLOCK),
-                        )
+                    update_vector()
+                coded, first_coded, count = past + 4 * (i - start), i - BLOCK, 64
+                encode_elements()
         new_scales()
-    for m, codes in zip(MOMENTS, ELEMENT_PARTS):
-        if m.stream:
-            (encode_dithered_s if m.signed else encode_dithered_u)(
-                row + ROW * m.row + 4 * start, inverse[m], at[codes] + start, stop - start, bits[m]
-            )
-        else:
-            (encode_s if m.signed else encode_u)(
-                row + ROW * m.row + 4 * start, inverse[m], at[codes] + start, stop - start
-            )
+    coded, first_coded, count = row + 4 * start, start, stop - start
+    encode_elements()
 
 
 def block_of_tensor():
