@@ -9,11 +9,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lowbit_optim_kernels.rules import SQUARE, TINY, Moment
+from lowbit_optim_kernels.rules import TINY
+from lowbit_optim_kernels.rules.stored import CAIN
 
 from . import _checks
 from ._arguments import documented, settings_of
-from ._eager import EagerOptimizer, Work, dot
+from ._eager import EagerOptimizer, Work, dot, only_finite
 from ._variants import fixed_bits
 
 RESET_PERIOD = 1000  # steps after which the rank-1 factor is estimated afresh
@@ -74,7 +75,7 @@ class Cain(EagerOptimizer):
     """
 
     family = "Cain"
-    MOMENTS = (Moment("delta", decay="beta1"), Moment("exp_avg_sq", SQUARE, decay="beta2"))
+    STORE = CAIN
 
     def __init__(
         self,
@@ -134,7 +135,8 @@ class Cain(EagerOptimizer):
         if whole:
             delta.add_(p * _size_step(work))
         square = work.moments["exp_avg_sq"].mul_(beta2).addcmul_(g, g, value=1 - beta2)
-        u = g / square.sqrt().add_(group["eps"] + TINY)
+        u = square.sqrt().add_(group["eps"] + TINY)
+        torch.div(g, u, out=u)
         if whole:
             for vector in _update_rms(work):
                 u.mul_(vector)
@@ -178,18 +180,17 @@ def _update_rms(work: Work) -> list[Tensor]:
         work.state[_vector(dim)].view([-1 if d == dim else 1 for d in range(p.ndim)])
         for dim in range(p.ndim)
     ]
-    square = p * p
     least = max(work.group["rms_eps"] ** 2, torch.finfo(p.dtype).tiny)
-    square = torch.where(square.isfinite(), square, 0.0).clamp_(min=least)
+    square = only_finite(p * p).clamp_(min=least)
     refreshed = [t % p.ndim]
     if t % RESET_PERIOD == 0:
         refreshed = list(range(p.ndim))
         for vector in vectors:
             vector.fill_(1.0)
     for dim in refreshed:
-        f = square
-        for vector in vectors:
-            f = f / (vector * vector)
+        f = square / (vectors[0] * vectors[0])
+        for vector in vectors[1:]:
+            f.div_(vector * vector)
         others = [d for d in range(p.ndim) if d != dim]
         f = f.mean() if p.numel() <= 2 * p.shape[dim] else f.mean(others, keepdim=True)
         vectors[dim].mul_(f.sqrt())

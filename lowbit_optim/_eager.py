@@ -20,11 +20,11 @@ from torch import Tensor
 from lowbit_optim_kernels import dispatch
 from lowbit_optim_kernels.dither import tensor_key
 from lowbit_optim_kernels.engines import torch as torch_engine
-from lowbit_optim_kernels.formats import finite_in_all, units
+from lowbit_optim_kernels.formats import units
 from lowbit_optim_kernels.formats.layout import Layout
-from lowbit_optim_kernels.plan import STEP_DTYPE, WEIGHT_BLOCK
-from lowbit_optim_kernels.rules import Lasting, Moment
-from lowbit_optim_kernels.rules.shared import CLIP, NORMS, dithered
+from lowbit_optim_kernels.plan import STEP_DTYPE, WEIGHT_BLOCK, Batch, Slot
+from lowbit_optim_kernels.rules import Lasting, Moment, Rule
+from lowbit_optim_kernels.rules.shared import CLIP, NORMS, with_dither
 from lowbit_optim_kernels.weights import RESIDUAL_KEY
 
 from . import _checkpoint, _saved, _sharding
@@ -61,26 +61,29 @@ def _sum_dtype(x: Tensor) -> torch.dtype:
     return torch.float32 if x.device.type == "mps" else torch.float64  # MPS has no fp64
 
 
+def only_finite(x: Tensor) -> Tensor:
+    """The tensor x itself, now with zeros in place of what is not finite."""
+    return x.nan_to_num_(0.0, 0.0, 0.0)
+
+
 def dot(a: Tensor, b: Tensor) -> Tensor:
     """Sum of the finite elements of a * b; 0-d, and 0 where its square would overflow."""
-    terms = a * b
-    total = torch.where(terms.isfinite(), terms, 0.0).sum(dtype=_sum_dtype(a)).to(a.dtype)
+    total = only_finite(a * b).sum(dtype=_sum_dtype(a)).to(a.dtype)
     return torch.where((4 * total * total).isfinite(), total, 0.0)
 
 
 def rms(x: Tensor) -> Tensor:
     """Root mean square of x, an element without a finite square counting as zero; 0-d."""
-    square = x * x
-    mean = torch.where(square.isfinite(), square, 0.0).mean(dtype=_sum_dtype(x))
-    return mean.sqrt().to(x.dtype)
+    return only_finite(x * x).mean(dtype=_sum_dtype(x)).sqrt().to(x.dtype)
 
 
 @documented
 class EagerOptimizer(LowBitOptimizer):
     """Base class of the optimizers that torch operators step; not meant to be constructed.
 
-    A subclass gives `MOMENTS`, `_validate`, `_extras`, `_update` and, where a state does not start
-    at zero, `_new_extra`.
+    A subclass gives `STORE`, `_validate`, `_extras`, `_update` and, where a state does not start at
+    zero, `_new_extra`. `STORE` is a rule of `rules.stored`: it has the moments, which the engines
+    code by it, as in a step of their own.
 
     Args:
         defaults: the groups' settings; `max_unorm` need not be among them.
@@ -92,7 +95,7 @@ class EagerOptimizer(LowBitOptimizer):
         fused: must not be True; see `foreach`.
     """
 
-    MOMENTS: ClassVar[tuple[Moment, ...]]
+    STORE: ClassVar[Rule]
     needs_whole = True
 
     def __init__(self, params: Any, defaults: dict[str, Any], args: Any = None) -> None:
@@ -135,7 +138,7 @@ class EagerOptimizer(LowBitOptimizer):
             )
 
     def _moments(self, group: Mapping[str, Any]) -> tuple[Moment, ...]:
-        return self.MOMENTS
+        return self.STORE.moments
 
     def _lasting(self, group: Mapping[str, Any]) -> tuple[Lasting, ...]:
         return (NORMS,) if group["percentile_clipping"] < 100 else ()
@@ -241,7 +244,7 @@ class EagerOptimizer(LowBitOptimizer):
             random = of_weights.of_weights(torch_engine.ALL, (layout.rows, layout.row))
             random = random.view(p.shape)
         weights.write(new, p, residual, random)
-        self._store(work, torch_engine.Random(key, state["step"], 0, p.device))
+        self._store(work, key)
 
     def _prepared(
         self, g: Tensor, t: int, group: Mapping[str, Any], state: Mapping[str, Any]
@@ -261,26 +264,34 @@ class EagerOptimizer(LowBitOptimizer):
     ) -> dict[str, Tensor]:
         """The moments' numbers by key."""
         numbers: dict[str, Tensor] = {}
-        for unit in units(self.MOMENTS, self._format(p, group)):
+        for unit in units(self.STORE.moments, self._format(p, group)):
             stored = [state[part.key] for part in unit.parts]
             values = dispatch.decode(unit, stored, p.shape, dtype)
             numbers.update(zip(unit.keys, values, strict=True))
         return numbers
 
-    def _store(self, work: Work, random: torch_engine.Random) -> None:
-        """Code the new moments, where they are not stored as they are."""
-        p, state = work.p, work.state
-        moments = dithered(self.MOMENTS, self._dithered(work.group))
-        for unit in units(moments, self._format(p, work.group)):
-            if unit.format.exact:
-                continue  # decoding gave the state itself, and the rule has written it
-            values = finite_in_all([work.moments[key] for key in unit.keys])
-            layout = Layout.of(p.shape, unit.format.block)
-            out = [state[part.key] for part in unit.parts]
-            if any(moment.stream for moment in unit.moments):
-                torch_engine.encode(unit, values, layout, out, random)
-            else:
-                dispatch.encode_into(unit, values, layout, out)
+    def _store(self, work: Work, key: int) -> None:
+        """Code the new moments, where they are not stored as they are; `key` as above.
+
+        That is a step of `STORE` on the engine of their device, whose p is the first moment and
+        whose g the last one.
+        """
+        p, group, state = work.p, work.group, work.state
+        format = self._format(p, group)
+        if format.exact:
+            return  # decoding gave the state itself, and the rule has written it
+        rule = with_dither(self.STORE, self._dithered(group))
+        layout = Layout.of(p.shape, format.block)
+        values = [work.moments[moment.key] for moment in rule.moments]
+        slot = Slot(
+            p=values[0], g=values[-1], format=format, rows=layout.rows, row=layout.row,
+            state=tuple(state[part.key] for x in units(rule.moments, format) for part in x.parts),
+            step=torch.full((), work.t, dtype=STEP_DTYPE, device=p.device),  # which it counts
+            numel=p.numel(), tensor_key=key,
+        )  # fmt: skip
+        batch = Batch(rule, [slot], p.device, dispatch.engine_for(values[0]).name)
+        batch.look()
+        dispatch.step([batch])
 
 
 def _check_extra(key: str, value: Any) -> None:

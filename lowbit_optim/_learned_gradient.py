@@ -10,7 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lowbit_optim_kernels.rules import TINY, Moment
+from lowbit_optim_kernels.rules import TINY
+from lowbit_optim_kernels.rules.stored import LEARNED_GRADIENT
 
 from . import _checks, _rate_matrices, _sharding
 from ._arguments import documented, settings_of
@@ -87,7 +88,7 @@ class LearnedGradient(EagerOptimizer):
     """
 
     family = "LearnedGradient"
-    MOMENTS = (Moment("exp_avg", decay="beta1"),)
+    STORE = LEARNED_GRADIENT
 
     def __init__(
         self,

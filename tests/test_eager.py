@@ -240,6 +240,25 @@ def test_the_engine_in_use_only_codes():
         train(Cain([p]), 1)
 
 
+@pytest.mark.parametrize("state_format", ["dynamic8", "ratio8"])
+@BOTH
+def test_the_engine_in_use_dithers_as_torch_does(cls, state_format, monkeypatch):
+    """Torch operators work the step out, but do not code it."""
+    betas = (0.995, 0.98)  # so slow an average that it is dithered, too
+    states = []
+    for engine in ("numba", "torch"):
+        with use_engine(engine), monkeypatch.context() as patch:
+            if engine == "numba":
+                patch.delattr("lowbit_optim_kernels.engines.torch.TorchRun")
+            params = mixed_parameters(torch.float32)
+            made_of = made(cls, params, state_format=state_format, betas=betas)
+            states.append([made_of.state[p] for p in train(made_of, 1).param_groups[0]["params"]])
+    for state, other in zip(*states, strict=True):
+        for key in MOMENTS[cls]:
+            differ = (state[key].int() - other[key].int()).abs()
+            assert int(differ.sum()) <= 3, key
+
+
 BAD = [
     (Cain, "scale_speed", (0.0, 1.0, -0.1, math.nan)),
     (Cain, "param_max", (0.1, 0.0, 10001.0, math.inf)),

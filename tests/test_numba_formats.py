@@ -10,6 +10,8 @@ from lowbit_optim_kernels import dither, formats, weights
 from lowbit_optim_kernels.engines import torch as engine_torch
 from lowbit_optim_kernels.engines.numba import dither as numba_dither
 from lowbit_optim_kernels.engines.numba import engine as engine_numba
+from lowbit_optim_kernels.formats import dynamic8
+from lowbit_optim_kernels.formats.dynamic8 import numba_tables
 from lowbit_optim_kernels.formats.layout import Layout
 from lowbit_optim_kernels.plan import WEIGHT_BLOCK, Batch, Slot
 from lowbit_optim_kernels.rules import adam
@@ -246,6 +248,26 @@ def test_a_shard_is_a_piece_of_the_whole(format, row):
             assert int((x != z).sum()) <= 4
         elif x.dtype == torch.int8:  # an ulp of a weight is 1/256 of its last bit
             assert int((x != z).sum()) <= x.numel() // 100
+
+
+def test_lines_around_gaps_are_the_torch_engines_pieces():
+    """Those of the unsigned map by dither without AVX-512: z of every y, as numbers of codes."""
+    rng = np.random.default_rng(0)
+    y = 10.0 ** rng.uniform(np.log10(numba_tables.LEAST_DITHERED), 0.0, 100_000)
+    y = np.append(np.maximum(y, numba_tables.LEAST_DITHERED), 1.0).astype(np.float32)
+    factor, offset = numba_tables.gap_guess()
+    entry = np.rint(y.view(np.int32) * factor + offset).astype(int) & 7
+    slope, start, first = numba_tables.gap_tables().astype(np.float64)[:, entry]
+    d = y * slope + start
+    got = first - 0.5 + np.minimum(3 * d + 2, np.minimum(d, 3 * d / 5))
+    pieces = dynamic8.pieces(False)
+    piece = np.searchsorted(pieces.threshold, y)
+    inverse, at_zero, last = (
+        np.array(x)[piece] for x in (pieces.inverse_slope, pieces.offset, pieces.last)
+    )
+    f = y * inverse + at_zero
+    want = np.minimum(np.minimum(f, (f + 2 * last) / 3), (5 * f - last) / 3)
+    assert np.abs(got - want).max() < 1e-4
 
 
 def test_random_bits_are_those_of_torch():

@@ -124,16 +124,9 @@ def encode(unit: Unit, values: Sequence[Tensor], shape: torch.Size) -> dict[str,
         torch.empty(part.shape(shape, layout.block), dtype=part.dtype, device=device)
         for part in unit.parts
     ]
-    encode_into(unit, values, layout, out)
-    return {part.key: x for part, x in zip(unit.parts, out, strict=True)}
-
-
-def encode_into(
-    unit: Unit, values: Sequence[Tensor], layout: Layout, out: Sequence[Tensor]
-) -> None:
-    """The same into the tensors `out`, one for each part."""
     values = [x.detach().contiguous() for x in values]
     load_engine(engine_for(values[0]).name).encode(unit, values, layout, out)
+    return {part.key: x for part, x in zip(unit.parts, out, strict=True)}
 
 
 def decode(

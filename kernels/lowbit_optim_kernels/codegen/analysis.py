@@ -9,12 +9,14 @@ import ast
 import inspect
 import textwrap
 from collections.abc import Iterable
+from functools import cache
 
 from ..rules import PER_TENSOR, PRIMITIVES, Chain, Rule, RuleFunction
 
 SUFFIX = "_of_rule"  # of the names of rules' functions, beside an engine's own
 
 
+@cache
 def reads(fn: RuleFunction) -> tuple[str, ...]:
     """Names that a rule function reads."""
     return tuple(inspect.signature(fn).parameters)

@@ -374,20 +374,14 @@ def start(batch: Batch) -> TorchRun:
     return TorchRun(batch)
 
 
-def encode(
-    unit: Unit, values: Sequence[Tensor], layout: Layout, out: Sequence[Tensor],
-    random: Random | None = None,
-) -> None:  # fmt: skip
-    """Code contiguous tensors into the tensors `out` of a unit's parts; bad numbers give zero.
-
-    Moments that have a stream are rounded by its random bits, if there are any.
-    """
+def encode(unit: Unit, values: Sequence[Tensor], layout: Layout, out: Sequence[Tensor]) -> None:
+    """Code contiguous tensors into the tensors `out` of a unit's parts; bad numbers give zero."""
     rows, row = layout.rows, layout.row
     view = _UnitView(unit, out, rows, row)
     for span in spans(rows, row, layout.block):
         parts = [x.view(rows, row)[span[0], span[1]] for x in values]
         parts = [x if x.dtype == torch.float64 else x.float() for x in parts]
-        view.write(span, finite_in_all(parts), random)
+        view.write(span, finite_in_all(parts))
 
 
 def decode(unit: Unit, stored: Sequence[Tensor], layout: Layout, out: Sequence[Tensor]) -> None:

@@ -285,9 +285,9 @@ class _Passes:
             Item(key="residual", column=RESIDUAL, width=extra // 8, pad=0, written=True,
                  read=extra > 0 and ("p" in wanted or updates)),
         ]  # fmt: skip
-        reads_state = any(moment.key in wanted for moment in self.rule.moments)
-        parts = self.parts if reads_state else []
-        coded = self.coded.moments if self.coded is not None and reads_state else ()
+        has_state = updates or any(moment.key in wanted for moment in self.rule.moments)
+        parts = self.parts if has_state else []
+        coded = self.coded.moments if self.coded is not None and has_state else ()
         per_element = [x for x in parts if not x.per_block]
         per_block = tuple(x for x in parts if x.per_block)
         read = [x for x in tensors if x.read] + per_element
@@ -307,7 +307,7 @@ class _Passes:
             "WEIGHTS": self.weights, "WEIGHTS_DITHERED": weights_dithered,
             "WEIGHT": WEIGHT, "WEIGHT_BLOCK": WEIGHT_BLOCK, "BITS": self.bits,
             "SIGNED": tuple(m.signed for m in coded),
-            "EXACT": self.exact if reads_state else (),
+            "EXACT": self.exact if has_state else (),
             "ELEMENT_PARTS": tuple(x for x in per_element if x not in self.exact),
             "BLOCK_PARTS": per_block,
             "OPERANDS": operands,

@@ -34,6 +34,7 @@ from ...engines.numba.vector import HAS_AVX512 as HAS_AVX512
 from ...engines.numba.vector import f32, i32
 from . import numba_decode, numba_encode, numba_registers, numba_tables
 from .numba_decode import decode_s_64, decode_u_64, exact_s_64, exact_u_64
+from .numba_encode import HALF as HALF
 from .numba_encode import SIGNED, UNSIGNED
 from .numba_encode import dither_s as dither_s
 from .numba_encode import dither_u as dither_u

@@ -2,7 +2,7 @@
 
 `inverse` is 1 / absmax. A place is the position of `numba_tables` with the number's sign; of the
 unsigned map, unless to nearest with AVX-512, it is the code. Random bits are rounded by as they
-come: without AVX-512 they are added to integers, with it to numbers (`_cut`).
+come: without AVX-512 they are added to integers, of the unsigned map and with it to numbers.
 """
 
 from __future__ import annotations
@@ -42,7 +42,8 @@ from .numba_tables import (
     OFFSET,
     SMALLEST,
     dithered_slopes,
-    dithered_tops,
+    gap_guess,
+    gap_tables,
     guess,
     line_tables,
     octave_table,
@@ -53,6 +54,7 @@ from .numba_tables import (
 MANTISSA, SIGN, BELOW_TWO = 0x007FFFFF, 0x80000000, 0x3FFFFFFF  # bit patterns of fp32
 NUDGE = 2.0**-45  # one ulp of the smallest midpoint, about 2**-22
 UNIT = 22  # places by dither count 2**-UNIT: an int32 holds 512, and segment 8 leads to 320
+HALF = 0 if HAS_AVX512 else 2**31  # what random bits of the unsigned map are moved by
 INTEGER = 1.5 * 2.0**23  # the last bits of a small number's sum with it are the nearest integer
 
 
@@ -148,20 +150,38 @@ def _position_in_segment(b: ir.IRBuilder, y: ir.Value, signed: bool) -> ir.Value
     return b.fmul(v, n) if signed else _linear(b, v, n, -1.0)
 
 
-def _line(b: ir.IRBuilder, y: ir.Value, signed: bool) -> ir.Value:
-    """2**UNIT times the z of `numba_tables`, less one where it is unsigned; without AVX-512.
+def _signed_line(b: ir.IRBuilder, y: ir.Value) -> ir.Value:
+    """2**UNIT times the z of `numba_tables`, without AVX-512.
 
     With (F + 2 (2 n - 1)) / 3 = n (v + 4) / 3 - 5 / 6 and so on.
     """
-    tops, slopes, one = dithered_tops(signed), dithered_slopes(signed), 0 if signed else 1
-    n, slope = _segment(b, y, signed, tops, slopes, UNIT)
+    n, slope = _segment(b, y, True, segments(True)[0], dithered_slopes(True), UNIT)
     v = _linear(b, y, slope, OFFSET)
     near_end = _linear(b, v, 1.0 / 3.0, 4.0 / 3.0)
-    if signed:
-        near_end = _smaller(b, near_end, _linear(b, v, 5.0 / 3.0, -2.0 / 3.0))
+    near_end = _smaller(b, near_end, _linear(b, v, 5.0 / 3.0, -2.0 / 3.0))
     ends = ((v, 1 / 2), (near_end, 5 / 6))
-    z = _smaller(b, *(_linear(b, x, n, -(c + one) * 2.0**UNIT) for x, c in ends))
+    z = _smaller(b, *(_linear(b, x, n, -c * 2.0**UNIT) for x, c in ends))
     return b.fptosi(z, vector(i32))
+
+
+def _unsigned_codes(b: ir.IRBuilder, y: ir.Value, random: ir.Value) -> ir.Value:
+    """Codes by dither of magnitudes, without AVX-512 and without a comparison; see `gap_tables`.
+
+    The random bits, moved by HALF, are numbers of [-1/2, 1/2) as they come.
+    """
+    (factor, offset), tables = gap_guess(), gap_tables()
+    bits = b.sitofp(b.bitcast(y, vector(i32)), vector(f32))
+    gap = b.bitcast(_linear(b, bits, factor, offset + INTEGER), vector(i32))
+    if HAS_AVX2:
+        slope, start, first = (look_up(b, table, gap) for table in tables)
+    else:
+        slope, start, first = look_up_rows(b, list(tables), gap)
+    d = multiply_add(b, y, slope, start)
+    above = _smaller(b, d, b.fmul(d, fill(f32, 3.0 / 5.0)))
+    z = _smaller(b, _linear(b, d, 3.0, 2.0), above)
+    random = b.sitofp(b.bitcast(random, vector(i32)), vector(f32))
+    z = multiply_add(b, random, fill(f32, 2.0**-32), z)
+    return b.fptosi(b.fadd(z, first), vector(i32))
 
 
 def _line_by_octaves(b: ir.IRBuilder, y: ir.Value, signed: bool) -> ir.Value:
@@ -231,7 +251,7 @@ def _dithered_signed(b: ir.IRBuilder, x: ir.Value, inverse: ir.Value, random: ir
     y = _magnitude(b, q)
     if HAS_AVX512:
         return _cut(b, _signed_like(b, _line_by_octaves(b, y, True), q), random)
-    z = _line(b, y, True)  # below zero in the lowest segment, where it is to be zero
+    z = _signed_line(b, y)  # below zero in the lowest segment, where it is to be zero
     z = b.select(b.icmp_signed(">", z, fill(i32, 0)), z, fill(i32, 0))
     return _cut_integers(b, with_sign(b, z, b.bitcast(q, vector(i32))), random)
 
@@ -242,7 +262,7 @@ def _dithered_unsigned(
     y = _larger(b, _quotient(b, x, inverse), LEAST_DITHERED)
     if HAS_AVX512:
         return _zero_where_zero(b, _cut(b, _line_by_octaves(b, y, False), random), x)
-    return _zero_where_zero(b, _cut_integers(b, _line(b, y, False), random), x)
+    return _zero_where_zero(b, _unsigned_codes(b, y, random), x)
 
 
 def _put(zero: int) -> Callable:

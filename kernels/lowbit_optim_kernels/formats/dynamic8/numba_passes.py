@@ -25,6 +25,7 @@ from ...engines.numba.vector import (
     where,
 )
 from .numba import (
+    HALF,
     LEAST,
     MOST,
     decode_s,
@@ -70,7 +71,8 @@ def new_scales():
     for m, scales in zip(MOMENTS, BLOCK_PARTS):
         write_f32(at[scales] + start // (BLOCK // 4), largest[m])
         if m.stream:
-            bits[m] = first_bits(block_bits(key[m], step, number + start // BLOCK))
+            base = block_bits(key[m], step, number + start // BLOCK)
+            bits[m] = first_bits(base if m.signed else base + HALF)
 
 
 @inner

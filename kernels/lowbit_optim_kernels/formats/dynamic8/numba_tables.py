@@ -122,15 +122,35 @@ def _first_values(signed: bool) -> np.ndarray:
     return book(signed)[[2 ** (e + BIAS[signed]) + (127 if signed else -1) for e in range(1, 8)]]
 
 
-def dithered_tops(signed: bool) -> np.ndarray:
-    """The largest y of segments 0..7 by dither; fp32. No unsigned number is in segment 0.
+@cache
+def gap_tables() -> np.ndarray:
+    """The unsigned map around the gaps above segments 1..8, by the low three bits; fp32 (3, 8).
 
-    The unsigned ones end at the next segment's first value, so that they have only a gap above.
+    Let d be how far y is above the first value of the next segment, in 3 steps of the lower one.
+    Up to there from the segment's middle, and beyond to the middle of the next, z is
+
+        first + min(3 d + 2, d, 3 d / 5)        d = y * slope + start
+
+    Above segment 8, the code of 1.0, is nothing. 1/2 is taken off for random bits around zero.
     """
-    tops = segments(signed)[0].astype(np.float32)
-    if not signed:
-        tops[1:7] = _first_values(False)[1:]
-    return tops
+    tables = np.zeros((3, 8), np.float32)
+    tables[2] = 255.5
+    for e in range(1, 8):
+        n, end = 2**e, 10.0 ** (e - 7)
+        slope = n / (2.7 * end)
+        tables[:, e] = slope, -(end + 2.25 * end / n) * slope, 2 * n - 0.5
+    return tables
+
+
+@cache
+def gap_guess() -> tuple[float, int]:
+    """(a, b): a * bits(y) + b, rounded, is the entry of `gap_tables`; see `guess`.
+
+    Entries change every 3.1 octaves down from segment 8: within each segment, and below the first.
+    """
+    bits = float(segments(False)[0][7].astype(np.float32).view(np.int32))
+    b = round(7.5 - bits / (3.1 * 2.0**23))
+    return (7.5 - b) / bits, b
 
 
 @cache
