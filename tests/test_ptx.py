@@ -279,6 +279,10 @@ def test_bits():
     numbers = [np.array(x, np.int32) for x in ([-1, 2, 256], [255, -(2**31), 7])]
     both = call("cvt.pack.sat.u8.s32.b32", *numbers, np.array([0x12345678], np.uint32))
     assert both.tolist() == [0x567800FF, 0x56780200, 0x5678FF07]
+    pair, four = np.array([-2 & 0xFFFF | 3 << 16], np.uint32), np.array([0x80FF027F], np.uint32)
+    third = np.array([5], np.int32)
+    assert call("dp2a.lo.s32.s32", pair, four, third).tolist() == [5 - 2 * 127 + 3 * 2]
+    assert call("dp2a.hi.s32.s32", pair, four, third).tolist() == [5 - 2 * -1 + 3 * -128]
 
 
 def test_products_of_fp32_are_rounded_in_all_directions():
@@ -325,6 +329,7 @@ def test_both_halves_are_compared_at_once():
     words = halves.view(np.uint32).ravel()
     found = call("setp.neu.f16x2", words, np.zeros(2, np.uint32))
     assert found.tolist() == [[True, False], [True, False]]
+    assert call("set.neu.u32.f16x2", words, np.zeros(2, np.uint32)).tolist() == [0xFFFF, 0xFFFF]
     body = """mov.b32 %r4, 0; mov.b32 %r5, 0; shl.b32 %r6, %r1, 16;
         setp.neu.f16x2 %p1|%p2, %r6, %r5; @%p1 add.u32 %r4, %r4, 1; @%p2 add.u32 %r4, %r4, 2;"""
     stored, _ = run(body + STORE)

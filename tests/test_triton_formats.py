@@ -268,36 +268,39 @@ def test_random_bits_are_those_of_every_engine(before):
 
 @triton.jit
 def split_kernel(
-    w, bits, high, low, back, EXTRA: tl.constexpr, DITHERED: tl.constexpr, N: tl.constexpr
-):
+    w, bits, high, low, back, EXTRA: tl.constexpr, DITHERED: tl.constexpr, N: tl.constexpr,
+    PTX: tl.constexpr,
+):  # fmt: skip
     at = tl.arange(0, N)
     given = tl.load(bits + at).to(tl.uint32)
     p, residual = triton_weights.write(
-        tl.load(w + at), given, tl.bfloat16, True, EXTRA, DITHERED, False
+        tl.load(w + at), given, tl.bfloat16, True, EXTRA, DITHERED, PTX
     )
     tl.store(high + at, p)
     if EXTRA > 0:
         tl.store(low + at, residual)
-    tl.store(back + at, triton_weights.read(p, residual, EXTRA, False))
+    tl.store(back + at, triton_weights.read(p, residual, EXTRA, PTX))
 
 
-@pytest.mark.parametrize("bits", [16, 24, 32])
-def test_weights_are_split_and_joined_as_on_torch(bits):
+def weights_of_all_kinds():
     """Every exponent, patterns beside the ends of a mantissa, infinity and NaN."""
-    kind = weights.OF_BITS[bits]
     ends = np.array([0, 1, 0x7F, 0x80, 0x7FFF, 0x8000, 0x8001, 0xFF80, 0xFFFF, 0x10000, 0x7FFFFF])
     exponents = np.arange(256) << 23
     patterns = (exponents[:, None] + ends).ravel()
     patterns = np.concatenate([patterns, patterns | 1 << 31]).astype(np.uint32)
-    patterns = np.resize(patterns, 8192)
-    w = torch.from_numpy(patterns.view(np.float32).copy())
+    return torch.from_numpy(np.resize(patterns, 8192).view(np.float32).copy())
+
+
+@pytest.mark.parametrize("bits", [16, 24, 32])
+def test_weights_are_split_and_joined_as_on_torch(bits):
+    kind, w = weights.OF_BITS[bits], weights_of_all_kinds()
     random_bits = torch.randint(0, 2**32, (8192,), generator=torch.Generator().manual_seed(0))
     high = torch.zeros(8192, dtype=torch.bfloat16, device=DEVICE)
     low = torch.zeros(8192, dtype=kind.residual or torch.int8, device=DEVICE)
     back = torch.zeros(8192, device=DEVICE)
     split_kernel[(1,)](
         w.to(DEVICE), random_bits.to(DEVICE), high, low, back, EXTRA=kind.extra,
-        DITHERED=kind.dithered, N=8192,
+        DITHERED=kind.dithered, N=8192, PTX=False,
     )  # fmt: skip
     want, residual = weights.split(w, kind.extra, random_bits if kind.dithered else None)
     assert torch.equal(high.cpu().view(torch.int16), want.view(torch.int16))

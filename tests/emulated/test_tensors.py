@@ -4,10 +4,12 @@ import pytest
 import torch
 
 import lowbit_optim
+from lowbit_optim_kernels import weights
 
 pytest.importorskip("triton", reason="the Triton engine needs the triton package")
 
 from benchmarks.static.ptx.launch import emulated
+from test_triton_formats import split_kernel, weights_of_all_kinds
 
 SHAPES = [(4096,), (3, 272), (5, 300), (257,), (0,), ()]
 ARCHITECTURES = pytest.mark.parametrize("arch", [80, 90])
@@ -70,3 +72,27 @@ def test_a_slow_average_next_to_zero_is_coded_as_on_torch(arch):
             optimizer.step()
         codes.append(optimizer.state[p]["exp_avg_slow"])
     assert int((codes[0] != codes[1]).sum()) <= 2
+
+
+@ARCHITECTURES
+@pytest.mark.parametrize("bits", [16, 24, 32])
+def test_weights_are_split_and_joined_as_on_torch(arch, bits):
+    """But for NaN, which is the machine's own, and residuals of zeros, which are not read."""
+    kind, w = weights.OF_BITS[bits], weights_of_all_kinds()
+    w = torch.where(w.isnan(), torch.tensor([0x7FFFFFFF]).int().view(torch.float32), w)
+    random = torch.randint(0, 2**32, w.shape, generator=torch.Generator().manual_seed(0))
+    high, back = torch.zeros(len(w), dtype=torch.bfloat16), torch.zeros(len(w))
+    low = torch.zeros(len(w), dtype=kind.residual or torch.int8)
+    with emulated(arch):
+        split_kernel[(1,)](
+            w, random, high, low, back, EXTRA=kind.extra, DITHERED=kind.dithered, N=len(w), PTX=True
+        )
+    want, residual = weights.split(w, kind.extra, random if kind.dithered else None)
+    number = ~w.isnan()
+    assert torch.equal(high.isnan(), ~number)
+    assert torch.equal(high[number].view(torch.int16), want[number].view(torch.int16))
+    joined = kind.read(want, residual.to(low.dtype) if kind.extra else None, torch.float32)
+    assert torch.equal(back[number].view(torch.int32), joined[number].view(torch.int32))
+    kept = number & (high != 0)
+    if kind.extra:
+        assert torch.equal(low[kept].long(), residual[kept])

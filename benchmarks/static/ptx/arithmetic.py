@@ -210,6 +210,13 @@ def lookup3(a: Array, b: Array, c: Array, table: Array) -> Array:
     return out
 
 
+def dot(a: Array, b: Array, c: Array, upper: bool) -> Array:
+    """Signed halves of a by the lower or upper two signed bytes of b, and c."""
+    halves = np.ascontiguousarray(a).view(np.int16).reshape(-1, 2).astype(np.int32)
+    by = np.ascontiguousarray(b).view(np.int8).reshape(-1, 2, 2)[:, int(upper)]
+    return (halves * by).sum(1, dtype=np.int32) + c
+
+
 def quotient(a: Array, b: Array) -> tuple[Array, Array]:
     """Quotients and remainders of integers, cut off towards zero; all ones by 0."""
     zero = b == 0

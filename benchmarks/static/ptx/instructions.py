@@ -48,7 +48,8 @@ def operation(opcode: tuple[str, ...], operands: int = 2) -> Operation:
     """
     name, modifiers, kind = opcode[0], opcode[1:-1], opcode[-1]
     if kind.endswith("x2"):
-        return _packed(operation((*opcode[:-1], kind[:-2])), kind)
+        given = ("u16" if x == "u32" else x for x in opcode[:-1])  # of all ones, half for each half
+        return _packed(operation((*given, kind[:-2])), kind)
     make = _MAKERS.get(name)
     found = make(name, modifiers, kind) if make else None
     if found is None:
@@ -142,6 +143,13 @@ def _product(name: str, modifiers: tuple[str, ...], kind: str) -> Operation | No
 def _high_of_64(a: Array, b: Array) -> Array:
     pairs = zip(*(x.tolist() for x in np.broadcast_arrays(a, b)), strict=True)
     return np.array([x * y >> 64 for x, y in pairs], a.dtype)
+
+
+def _dot(name: str, modifiers: tuple[str, ...], kind: str) -> Operation | None:
+    """dp2a: the sum of two products, of halves by the lower or upper bytes, and a third number."""
+    if modifiers not in (("lo", "s32"), ("hi", "s32")) or kind != "s32":
+        return None
+    return Operation(partial(ar.dot, upper=modifiers[0] == "hi"), ("b32", "b32", "s32"))
 
 
 def _fma(name: str, modifiers: tuple[str, ...], kind: str) -> Operation | None:
@@ -253,9 +261,11 @@ def _set(name: str, modifiers: tuple[str, ...], kind: str) -> Operation | None:
     """1.0 or 0, or all ones or none, where a comparison holds."""
     how, *flags, given = modifiers
     compare = _compared(how, kind, tuple(flags))
-    if compare is None or not _taken(tuple(flags), ("ftz",)) or given not in ("f32", "u32", "s32"):
+    if compare is None or not _taken(tuple(flags), ("ftz",)):
         return None
-    true = dtype_of(given)(1.0) if given == "f32" else dtype_of("u32")(0xFFFFFFFF)
+    if given not in ("f32", "u16", "u32", "s32"):
+        return None
+    true = np.float32(1.0) if given == "f32" else ~ar.UNSIGNED[width(given)](0)
     return Operation(lambda a, b: np.where(compare(a, b), true, true.dtype.type(0)), (kind, kind))
 
 
@@ -357,6 +367,7 @@ _MAKERS: dict[str, Callable[[str, tuple[str, ...], str], Operation | None]] = {
     **dict.fromkeys(("and", "or", "xor", "not"), _logic),
     **dict.fromkeys(("shl", "shr", "shf", "bfe", "bfi", "prmt", "lop3"), _bits),
     "mad": _product,
+    "dp2a": _dot,
     "fma": _fma,
     "setp": _setp,
     "set": _set,

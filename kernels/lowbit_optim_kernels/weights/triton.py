@@ -1,13 +1,10 @@
 """How weights are read and written in Triton; the package's text says what is computed.
 
 With PTX (NVIDIA only) what differs is of no account: NaN is the machine's own 0x7FFF, whatever its
-residual; a residual may be there beside p = 0, where it is not read; and that of a weight beyond
-3.3895e38 is not limited.
+residual; and a residual may be there beside p = 0, where it is not read.
 """
 
 from __future__ import annotations
-
-from collections.abc import Sequence
 
 import triton
 import triton.language as tl
@@ -20,48 +17,68 @@ INFINITE = tl.constexpr(weights.INFINITE)
 MAGNITUDE, HALF = tl.constexpr(0x7FFFFFFF), tl.constexpr(0x8000)
 
 
-def _read(p: int, residual: int, selectors: Sequence[int]) -> str:
-    """PTX that joins bf16 numbers from register p on and residuals.
+def _read(extra: int, n: int) -> str:
+    """PTX that joins n bf16 numbers and residuals, which are cleared where a number is zero.
 
-    Args:
-        p: the number of the first register of the bf16 numbers.
-        residual: that of the residuals.
-        selectors: of the bytes of each residual, shifted and with its sign.
+    A sum of products of pairs takes a residual out of its register, shifts and adds it.
     """
-    text = "{ .reg .pred q0, q1; .reg .b32 l, b, z; mov.b32 z, 0; "
-    for i, selector in enumerate(selectors):
-        half = f"${p + i // 2}"
-        if i % 2:
-            text += f"and.b32 b, {half}, 0xffff0000; "
-        else:  # for two at once; zeros are the same halves in fp16
-            text += f"setp.neu.f16x2 q0|q1, {half}, z; shl.b32 b, {half}, 16; "
-        text += f"prmt.b32 l, ${residual}, 0, {selector:#x}; "
-        text += f"@q{i % 2} add.u32 b, b, l; mov.b32 ${i}, b; "
+    residual, halves = f"${n + n // 2}", [f"${n + i}" for i in range(n // 2)]
+    text = "{ .reg .b32 b, x, y, z; mov.b32 z, 0; "
+    for name, half in zip("xy", halves, strict=False):  # zeros are the same halves in fp16
+        text += f"set.neu.u32.f16x2 {name}, {half}, z; "
+    text += "prmt.b32 x, x, y, 0x6420; " if extra == 8 else ""
+    text += f"and.b32 x, x, {residual}; "
+    for i in range(n):
+        half, place = halves[i // 2], 0x10000 if i % 2 else 1
+        text += f"and.b32 b, {half}, 0xffff0000; " if i % 2 else f"shl.b32 b, {half}, 16; "
+        if extra == 8:  # halves by bytes
+            text += f"dp2a.{'hi' if i > 1 else 'lo'}.s32.s32 ${i}, {place << 8:#x}, x, b; "
+        else:
+            text += f"dp2a.lo.s32.s32 ${i}, x, {0x100 if i % 2 else 1:#x}, b; "
     return text + "}"
+
+
+def _bounded(extra: int) -> str:
+    """PTX that leaves weights, of AT_ONCE, with room for what `_split` adds.
+
+    Of one that has no larger bf16 number to be rounded to, the bits below k are cleared, and those
+    below p limited, so that nothing is carried into p. One test, for bit 30, serves all: weights
+    are looked at one by one behind a branch, where some are 2 or more.
+    """
+    n, kept = AT_ONCE.value, 0xFFFF & ~(0xFFFF >> extra)
+    text = "{ .reg .pred q; .reg .f32 a; .reg .b32 t; mov.b32 t, 0; "
+    for i in range(n):
+        text += f"mov.b32 ${i}, ${n + i}; "
+    for i in range(0, n, 2):
+        text += f"lop3.b32 t, t, ${i}, ${i + 1}, 0xfe; "
+    text += "and.b32 t, t, 0x40000000; setp.eq.b32 q, t, 0; @q bra good; "
+    for i in range(n):
+        text += f"and.b32 t, ${i}, {kept:#x}; min.u32 t, t, {0x8000 - (0x10000 >> extra):#x}; "
+        text += f"prmt.b32 t, t, ${i}, 0x7610; mov.b32 a, ${i}; abs.f32 a, a; "
+        text += f"setp.lt.f32 q, a, 0f{weights.ROOM:08X}; selp.b32 ${i}, ${i}, t, q; "
+    return text + "good: }"
 
 
 def _split(extra: int, dithered: bool, n: int) -> str:
     """PTX that splits n weights.
 
-    A weight that has no larger bf16 number to be rounded to, or NaN, is cut off. Of others k is
-    P + (d >> (16 + e)), with half a unit of p if there is a residual: its upper half is p then, and
-    the residual is what is left of the lower one if its upper bit is flipped. (It branches because
-    the assembler predicates an addition behind a branch; a predicated one becomes a selection.)
+    k is P + (d >> (16 + e)), with half a unit of p if there is a residual: its upper half is p
+    then, and the residual is what is left of the lower one if its upper bit is flipped. Without
+    residuals nothing is added to a weight that has no room, or to NaN: a test for each takes as
+    many instructions as that of `_bounded`, and fewer registers. (It branches because the assembler
+    predicates an addition behind a branch; a predicated one becomes a selection.)
     """
     outputs, half = n // 2 + (extra > 0), 0x8000 if extra else 0
-    text = "{ .reg .pred q; .reg .f32 a; .reg .b32 t, x, y; "
-    text += f".reg .b32 k<{n}>; "
+    text = f"{{ .reg .pred q; .reg .f32 a; .reg .b32 t, x, y, k<{n}>; "
     for i in range(n):
-        w, d = f"${outputs + i}", f"${outputs + n + i}"
-        text += f"mov.b32 a, {w}; abs.f32 a, a; setp.lt.f32 q, a, 0f{weights.ROOM:08X}; "
-        text += f"mov.b32 k{i}, {w}; mov.b32 t, {half}; "
+        text += f"mov.b32 k{i}, ${outputs + i}; mov.b32 t, {half}; "
         if dithered:  # one instruction, with the addition
+            d = f"${outputs + n + i}"
             text += f"shf.l.clamp.b32 t, {d}, {half >> (16 - extra)}, {16 - extra}; "
-        text += f"@!q bra cut{i}; add.u32 k{i}, k{i}, t; "
-        if extra:
-            text += f"bra done{i}; cut{i}: xor.b32 k{i}, k{i}, {half}; done{i}: "
-        else:
-            text += f"cut{i}: "
+        if not extra:
+            text += f"mov.b32 a, k{i}; abs.f32 a, a; setp.lt.f32 q, a, 0f{weights.ROOM:08X}; "
+            text += f"@!q bra cut{i}; "
+        text += f"add.u32 k{i}, k{i}, t; cut{i}: "
     for i in range(0, n, 2):
         text += f"prmt.b32 ${i // 2}, k{i}, k{i + 1}, 0x7632; "
     if extra == 8:
@@ -72,9 +89,10 @@ def _split(extra: int, dithered: bool, n: int) -> str:
     return text + "}"
 
 
-# Bytes of a register, 4 of one that is 0, and with 8 a byte's sign eight times.
-READ_8 = tl.constexpr(_read(4, 6, [0x8804, 0x9914, 0xAA24, 0xBB34]))
-READ_16 = tl.constexpr(_read(2, 3, [0x9910, 0xBB32]))
+AT_ONCE = tl.constexpr(16)  # elements of a thread, of which one test is made
+BOUNDED = tl.constexpr(",".join(["=&r"] * AT_ONCE.value + ["r"] * AT_ONCE.value))
+BOUNDED_8, BOUNDED_16 = tl.constexpr(_bounded(8)), tl.constexpr(_bounded(16))
+READ_8, READ_16 = tl.constexpr(_read(8, 4)), tl.constexpr(_read(16, 2))
 SPLIT_0 = tl.constexpr(_split(0, True, 2))
 SPLIT_8 = tl.constexpr(_split(8, True, 4))
 SPLIT_16 = tl.constexpr(_split(16, False, 2))
@@ -83,6 +101,11 @@ SPLIT_16 = tl.constexpr(_split(16, False, 2))
 @triton.jit
 def ptx_split(w, bits, EXTRA: tl.constexpr):
     """As `split`, with residuals of their own dtype."""
+    if EXTRA > 0:
+        w = tl.inline_asm_elementwise(
+            BOUNDED_8 if EXTRA == 8 else BOUNDED_16, BOUNDED.value, [w], dtype=tl.float32,
+            is_pure=True, pack=AT_ONCE,
+        )  # fmt: skip
     if EXTRA == 0:
         high = tl.inline_asm_elementwise(
             SPLIT_0.value, "=r,r,r,r,r", [w, bits], dtype=tl.bfloat16, is_pure=True, pack=2

@@ -82,7 +82,8 @@ def _only_finite(moments: int) -> str:
 
 
 AT_ONCE = tl.constexpr(16)  # elements of a thread: those of a whole tile
-THREADS = tl.constexpr(128)  # of a program, of NVIDIA's warps
+WARP = tl.constexpr(32)  # NVIDIA's
+THREADS = tl.constexpr(4 * WARP.value)  # of a program
 OF_ONE, OF_TWO = (tl.constexpr(_only_finite(k)) for k in (1, 2))
 ONE, TWO = (
     tl.constexpr(",".join(["=&f"] * k * AT_ONCE.value + ["f"] * k * AT_ONCE.value)) for k in (1, 2)
@@ -135,6 +136,29 @@ def bits_of(moments, of_streams, t, block, geometry, MOMENTS: tl.constexpr, ROOM
     return out
 
 
+STORE_32, STORE_16 = (  # (assembly has to give something)
+    tl.constexpr(f"bar.warp.sync 0xffffffff; st.global.b{width} [$1], $2; mov.b32 $0, 0;")
+    for width in (32, 16)
+)
+
+
+@triton.jit
+def store_scales(at, x, inside, IN_PLACE: tl.constexpr, WHOLE: tl.constexpr):
+    """Store a number of each block, IN_PLACE from all threads that have it: a warp's, with PTX.
+
+    They do so when all of them have read the one before. Else Triton passes numbers to other
+    threads, by shared memory and two barriers.
+    """
+    WIDTH: tl.constexpr = at.dtype.element_ty.primitive_bitwidth
+    if IN_PLACE and (WIDTH == 32 or WIDTH == 16):
+        tl.inline_asm_elementwise(
+            STORE_32 if WIDTH == 32 else STORE_16, "=r,l,r" if WIDTH == 32 else "=r,l,h",
+            [at.to(tl.uint64), x.to(at.dtype.element_ty)], dtype=tl.int32, is_pure=False, pack=1,
+        )  # fmt: skip
+    else:
+        store(at, x, inside, WHOLE)
+
+
 @triton.jit
 def write_moments(
     moments, element_at, scale_at, tables, inside, mask, of_streams, t, block, geometry,
@@ -147,6 +171,12 @@ def write_moments(
     if len(FORMAT[INEXACT]) > 0:
         inexact = or_zero(pick(moments, FORMAT[INEXACT]), PTX)
         moments = replaced(moments, FORMAT[INEXACT], inexact)
+    RUN_HERE: tl.constexpr = min(KINDS[KIND][RUN], KINDS[KIND][ALIGN])
+    # No thread has an element of another one, and a warp has all of a block.
+    IN_PLACE: tl.constexpr = (
+        PTX and KINDS[KIND][WHOLE] and FORMAT[BLOCK] <= WARP * RUN_HERE
+        and KINDS[KIND][PIECE] * FORMAT[BLOCK] >= THREADS * RUN_HERE
+    )  # fmt: skip
     kept, tops = (), ()
     for i in tl.static_range(len(FORMAT[UNITS])):
         values, scales = pick(moments, FORMAT[UNITS][i][INDEX]), ()
@@ -155,7 +185,7 @@ def write_moments(
                 values, FORMAT[UNITS][i][MOMENTS], KINDS[KIND][ALIGN], PTX
             )
         for k in tl.static_range(len(FORMAT[UNITS][i][PER_BLOCK])):
-            store(scale_at[i][k], scales[k], inside, KINDS[KIND][WHOLE])
+            store_scales(scale_at[i][k], scales[k], inside, IN_PLACE, KINDS[KIND][WHOLE])
         kept, tops = kept + (values,), tops + (scales,)
     for i in tl.static_range(len(FORMAT[UNITS]) - 1, -1, -1):
         random = bits_of(
