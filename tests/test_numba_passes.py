@@ -186,7 +186,7 @@ TEMPLATE = """
 
     @quickly
     def raise_tops():
-        x = load(at + 4 * j)
+        x = read(at + 4 * j)
         for m in MOMENTS:
             top[m] = highest(top[m], x)
 
@@ -264,9 +264,11 @@ def test_specialized_for_one(tmp_path, monkeypatch):
 
 def test_a_fragment_with_a_decorator_is_a_function(tmp_path, monkeypatch):
     same(specialized(tmp_path, monkeypatch, 2, "run"), """
+        from made_up.memory import load as read
+
         @quickly
         def raise_tops(at, j, top_a, top_b):
-            x = load(at + 4 * j)
+            x = read(at + 4 * j)
             top_a = highest(top_a, x)
             top_b = highest(top_b, x)
             return (top_a, top_b)

@@ -235,7 +235,7 @@ class _Specializer(ast.NodeTransformer):
         made = _copied(fragment)
         made.body = body
         first, call = self.apart.setdefault(made.name, (made, ast.Assign([], node.value)))
-        assert ast.unparse(first) == ast.unparse(made), f"{made.name} is not the same everywhere"
+        assert ast.dump(first) == ast.dump(made), f"{made.name} is not the same everywhere"
         return call
 
     def visit_Subscript(self, node: ast.Subscript) -> Any:

@@ -103,15 +103,15 @@ def update_vector():
 
 
 def encode_elements():
-    """Codes of `count` elements from `first_coded` on, whose numbers are at `coded`."""
+    """Codes of `coded_count` elements from `coded_from` on, whose numbers are at `coded`."""
     for m, codes in zip(MOMENTS, ELEMENT_PARTS):
         if m.stream:
             bits[m] = (encode_dithered_s if m.signed else encode_dithered_u)(
-                coded + ROW * m.row, inverse[m], at[codes] + first_coded, count, bits[m]
+                coded + ROW * m.row, inverse[m], at[codes] + coded_from, coded_count, bits[m]
             )
         else:
             (encode_s if m.signed else encode_u)(
-                coded + ROW * m.row, inverse[m], at[codes] + first_coded, count
+                coded + ROW * m.row, inverse[m], at[codes] + coded_from, coded_count
             )
 
 
@@ -135,10 +135,10 @@ def update_blocks():
                 for quarter in (0, 1, 2, 3):
                     j = i + 16 * quarter
                     update_vector()
-                coded, first_coded, count = past + 4 * (i - start), i - BLOCK, 64
+                coded, coded_from, coded_count = past + 4 * (i - start), i - BLOCK, 64
                 encode_elements()
         new_scales()
-    coded, first_coded, count = row + 4 * start, start, stop - start
+    coded, coded_from, coded_count = row + 4 * start, start, stop - start
     encode_elements()
 
 
