@@ -106,7 +106,6 @@ class Cain(EagerOptimizer):
 
     def _validate(self, group: Mapping[str, Any]) -> None:
         super()._validate(group)
-        _checks.betas(group["betas"])
         _checks.numbers(group, "eps")
         for name, high in (("scale_speed", 1.0), ("rms_eps", 0.1)):
             _checks.number(name, group[name], 0.0, high, open_low=True, open_high=True)
