@@ -94,8 +94,14 @@ def numba_lacks_half():
     return WITHOUT_HALF in str(engines.NUMBA.declines(torch.device("cpu"), torch.float16))
 
 
-def pytest_collection_modifyitems(items):
-    """Marks that depend on the machine."""
+def pytest_collection_modifyitems(config, items):
+    """Marks that depend on the machine; and those tests first that are given more time than others.
+
+    The other processes would wait for one that came late.
+    """
+    usual = float(config.getini("timeout"))
+    given = {item: item.get_closest_marker("timeout") for item in items}
+    items.sort(key=lambda item: -max(usual, given[item].args[0] if given[item] else usual))
     if not torch.cuda.is_available():
         spare_the_interpreter(items)
     slow_but_few(running("numba", items), "few_if_compiled")
