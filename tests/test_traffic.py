@@ -96,9 +96,6 @@ class Recorder:
     def encode(self, row, inverse, codes, n):
         self.note("write", codes, n)
 
-    def put(self, x, y, z, w, codes):
-        self.note("write", codes, 64)
-
     def stack(self, size):
         self.top += AREA
         return self.top
@@ -121,7 +118,7 @@ class Recorder:
     def namespace(self, words):
         """Names of the primitives; `words` are those of a job at the address 0."""
         names = {
-            "inner": lambda function: function,
+            "inner": lambda function: function, "inlined": lambda function: function,
             "read_i64": lambda at: words[at // 8], "read_f64": lambda at: 0.5,
             "cell_i64": lambda table, row, columns, column: int(table[row, column]),
             "cell_f64": lambda table, row, columns, column: 0.5,
@@ -137,8 +134,6 @@ class Recorder:
             "LEAST": 2.0**-28, "MOST": 2.0**28,
             "decode_s": self.decode, "decode_u": self.decode,
             "encode_s": self.encode, "encode_u": self.encode,
-            "place_s": lambda x, inverse: x, "place_u": lambda x, inverse: x,
-            "put_s_64": self.put, "put_u_64": self.put,
             "stack": self.stack, "enter": self.enter, "leave": self.leave,
             "read_f32": self.read_f32,
             "write_f32": lambda at, x: self.note("write", at, 4),
