@@ -100,8 +100,12 @@ def pytest_collection_modifyitems(config, items):
     The other processes would wait for one that came late.
     """
     usual = float(config.getini("timeout"))
-    given = {item: item.get_closest_marker("timeout") for item in items}
-    items.sort(key=lambda item: -max(usual, given[item].args[0] if given[item] else usual))
+
+    def given(item):
+        mark = item.get_closest_marker("timeout")
+        return max(usual, mark.args[0]) if mark else usual
+
+    items.sort(key=given, reverse=True)  # which leaves the others in their order
     if not torch.cuda.is_available():
         spare_the_interpreter(items)
     slow_but_few(running("numba", items), "few_if_compiled")

@@ -224,6 +224,7 @@ def test_convert_refuses_what_it_cannot(tmp_path):
     )
     assert "1 tensor, but no optimizer's state" in refused("inspect", tmp_path / "model.pt")
     assert not out.exists()
+    assert not list(tmp_path.glob("*.tmp"))
     assert not any(path.is_dir() for path in tmp_path.iterdir())
 
 

@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 
 from .. import weights
-from ..engines.triton.primitives import narrow, widen
+from ..engines.triton.primitives import AT_ONCE, narrow, widen
 
 ROOM, NAN = tl.constexpr(weights.ROOM), tl.constexpr(weights.NAN)
 INFINITE = tl.constexpr(weights.INFINITE)
@@ -89,7 +89,6 @@ def _split(extra: int, dithered: bool, n: int) -> str:
     return text + "}"
 
 
-AT_ONCE = tl.constexpr(16)  # elements of a thread, of which one test is made
 BOUNDED = tl.constexpr(",".join(["=&r"] * AT_ONCE.value + ["r"] * AT_ONCE.value))
 BOUNDED_8, BOUNDED_16 = tl.constexpr(_bounded(8)), tl.constexpr(_bounded(16))
 READ_8, READ_16 = tl.constexpr(_read(8, 4)), tl.constexpr(_read(16, 2))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .primitives import STREAM, abs, finite
+from .primitives import AT_ONCE, STREAM, abs, finite
 from .tiles import load, moment_bits, operand, pointer, store
 
 # Of a kind, and of its weights.
@@ -81,7 +81,6 @@ def _only_finite(moments: int) -> str:
     return f"{text}{test}@q bra good; {each}good: }}"
 
 
-AT_ONCE = tl.constexpr(16)  # elements of a thread: those of a whole tile
 WARP = tl.constexpr(32)  # NVIDIA's
 THREADS = tl.constexpr(4 * WARP.value)  # of a program
 OF_ONE, OF_TWO = (tl.constexpr(_only_finite(k)) for k in (1, 2))

@@ -1,10 +1,8 @@
 """The codec `dynamic8` on vectors of 16 lanes, 64 codes at a time.
 
-`decode_s_64` and `decode_u_64` give the codebook values of 64 codes as four vectors. Encoding has
-two steps, so that a loop can spread it between other work: `place_s` and `place_u` find the places
-of 16 fp32 numbers, `put_s_64` and `put_u_64` store the codes of four such vectors; `dither_s`,
-`put_dithered_s_64` and so on are the same by dither. The instructions are chosen when this module
-is imported, from the CPU features that Numba compiles for:
+`decode_s` and `decode_u` turn codes into numbers, `encode_s` and `encode_u` numbers into codes, and
+`encode_dithered_s` and `encode_dithered_u` do so by dither. The instructions are chosen when this
+module is imported, from the CPU features that Numba compiles for:
 
     AVX-512 VBMI   decode by 256-entry tables of bytes held in registers
     AVX-512, AVX2  decode by the line of a code's decade, within 2 ulp of the codebook
@@ -36,14 +34,6 @@ from . import numba_decode, numba_encode, numba_registers, numba_tables
 from .numba_decode import decode_s_64, decode_u_64, exact_s_64, exact_u_64
 from .numba_encode import HALF as HALF
 from .numba_encode import SIGNED, UNSIGNED
-from .numba_encode import dither_s as dither_s
-from .numba_encode import dither_u as dither_u
-from .numba_encode import place_s as place_s
-from .numba_encode import place_u as place_u
-from .numba_encode import put_dithered_s_64 as put_dithered_s_64
-from .numba_encode import put_dithered_u_64 as put_dithered_u_64
-from .numba_encode import put_s_64 as put_s_64
-from .numba_encode import put_u_64 as put_u_64
 
 # For the engine: the template of its passes, and the modules that compiled code depends on as well.
 PASSES = "lowbit_optim_kernels.formats.dynamic8.numba_passes"
