@@ -177,6 +177,10 @@ def test_speed_verifies_and_writes(tmp_path):
     assert pair["ratio"]["min"] <= pair["ratio"]["median"] <= pair["ratio"]["max"]
     assert "1,000 tensors" in result.output
 
+    assert speed_program.earlier(tmp_path / "speed.json", written) == written["sections"]
+    with pytest.raises(typer.BadParameter, match="is of other versions"):
+        speed_program.earlier(tmp_path / "speed.json", {**written, "versions": {}})
+
 
 def test_verify_refuses_another_rule():
     wrong = registry.Entry("SGD32bit", lambda p, lr: torch.optim.SGD(p, lr=lr, momentum=0.5))

@@ -6,8 +6,10 @@ differs, nothing is timed.
 
 from __future__ import annotations
 
+import json
 import tempfile
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated
 
@@ -186,6 +188,21 @@ def _chosen(optimizer: list[str] | None, peers: bool, console: Console) -> list[
     return names
 
 
+def earlier(path: Path, origin: Mapping[str, object]) -> list[dict[str, object]]:
+    """The sections that a file has, none if there is no file.
+
+    Raises:
+        typer.BadParameter: they are of another machine, or of other versions.
+    """
+    if not path.exists():
+        return []
+    before = json.loads(path.read_text(encoding="utf-8"))
+    for what in ("hardware", "versions"):
+        if before[what] != origin[what]:
+            raise typer.BadParameter(f"{path} is of other {what}: {before[what]}")
+    return before["sections"]
+
+
 def main(
     optimizer: Annotated[
         list[str] | None, typer.Option(help="a name of the registry; repeatable")
@@ -196,6 +213,7 @@ def main(
     peers: Annotated[bool, typer.Option("--peers", help="time other libraries too")] = False,
     first: Annotated[bool, typer.Option(help="time the first step of two processes")] = True,
     out: Annotated[Path, typer.Option(help="folder for speed.json")] = report.LOCAL,
+    append: Annotated[bool, typer.Option("--append", help="keep the runs in speed.json")] = False,
 ) -> None:
     """Time optimizer steps beside torch's fused and foreach optimizers."""
     console, start, load = Console(), time.perf_counter(), report.load_average()
@@ -209,6 +227,10 @@ def main(
         raise typer.BadParameter(str(error)) from error
     cases, counts = case or list(shapes.SHAPES), threads or [1, 2]
     spec = {"optimizers": names, "cases": cases, "rounds": rounds}
+    options = {"optimizer": optimizer, "case": case, "threads": threads, "rounds": rounds,
+               "peers": peers, "no-first": not first, "append": append}  # fmt: skip
+    path, origin = out / "speed.json", report.origin("benchmarks.speed.cpu", options)
+    before = earlier(path, origin) if append else []
     runs = [("cpu", count) for count in counts]
     if torch.cuda.is_available():
         runs.append(("cuda", max(counts)))
@@ -221,19 +243,18 @@ def main(
     except RuntimeError as error:
         raise SystemExit(str(error)) from error
     show(console, sections, firsts, report.busy_note(load) is not None)
-    options = {"optimizer": optimizer, "case": case, "threads": threads, "rounds": rounds,
-               "peers": peers, "no-first": not first}  # fmt: skip
+    for section in sections:
+        section.update(date=origin["date"], load_before=load)
     written = {
-        **report.origin("benchmarks.speed.cpu", options),
-        "load_before": load,
+        **origin,
         "wall_s": round(time.perf_counter() - start, 1),
-        "sections": sections,
+        "sections": [*before, *sections],
         "first_step": firsts,
     }
     if report.busy_note(load):
         console.print(report.busy_note(load))
-    report.write_json(out / "speed.json", written)
-    console.print(f"{written['wall_s']:.0f} s\nresults: {out / 'speed.json'}", soft_wrap=True)
+    report.write_json(path, written)
+    console.print(f"{written['wall_s']:.0f} s\nresults: {path}", soft_wrap=True)
 
 
 if __name__ == "__main__":

@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Iterable, Iterator
+from statistics import median
 
 from benchmarks.common import report
 
@@ -23,35 +24,43 @@ def _table(head: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
-def _pairs(section: dict) -> dict[str, dict[str, dict]]:
-    """By optimizer, then by case."""
-    pairs: dict[str, dict[str, dict]] = {}
-    for pair in section["pairs"]:
-        pairs.setdefault(pair["optimizer"], {})[pair["case"]] = pair
+def _pairs(runs: Iterable[dict]) -> dict[str, dict[str, list[dict]]]:
+    """Those of all runs, by optimizer, then by case; each with the bandwidth of its run's copy."""
+    pairs: dict[str, dict[str, list[dict]]] = {}
+    for run in runs:
+        for pair in run["pairs"]:
+            of_copy = pair["gb_per_s"] / run["copy_gb_per_s"]
+            cases = pairs.setdefault(pair["optimizer"], {})
+            cases.setdefault(pair["case"], []).append({**pair, "of_copy": of_copy})
     return pairs
 
 
-def ratios(section: dict) -> str:
+def _span(figures: list[dict]) -> str:
+    """The median of the runs' medians; their lowest and highest quartile."""
+    low, high = min(one["q25"] for one in figures), max(one["q75"] for one in figures)
+    return f"{median(one['median'] for one in figures):.2f} ({low:.2f}, {high:.2f})"
+
+
+def ratios(runs: Iterable[dict]) -> str:
     """Time over torch's fused optimizer, and the bandwidth on one tensor of the copy's."""
     rows = []
-    for name, cases in _pairs(section).items():
-        cells = []
-        for case in CASES:
-            ratio = cases[case]["ratio"]
-            cells.append(f"{ratio['median']:.2f} ({ratio['q25']:.2f}, {ratio['q75']:.2f})")
-        share = cases["one"]["gb_per_s"] / section["copy_gb_per_s"]
-        beside = cases["one"]["baseline"].removeprefix("torch.optim.").removesuffix("-fused")
+    for name, cases in _pairs(runs).items():
+        cells = [_span([pair["ratio"] for pair in cases[case]]) for case in CASES]
+        share = median(pair["of_copy"] for pair in cases["one"])
+        beside = cases["one"][0]["baseline"].removeprefix("torch.optim.").removesuffix("-fused")
         rows.append([name, beside, *cells, f"{share:.0%}"])
     return _table(["", "beside", *CASES, "of copy"], rows)
 
 
-def overhead(section: dict) -> str:
+def overhead(runs: Iterable[dict]) -> str:
     """Microseconds a step over 1,000 tensors."""
     rows = []
-    for name, cases in _pairs(section).items():
-        pair = cases[SMALL]
-        ours, theirs = 1e3 * pair["ms"]["median"], 1e3 * pair["baseline_ms"]["median"]
-        rows.append([name, f"{ours:,.0f}", f"{theirs:,.0f}"])
+    for name, cases in _pairs(runs).items():
+        times = [
+            1e3 * median(pair[which]["median"] for pair in cases[SMALL])
+            for which in ("ms", "baseline_ms")
+        ]
+        rows.append([name, *(f"{time:,.0f}" for time in times)])
     return _table(["", "µs a step", "torch's foreach"], rows)
 
 
@@ -72,13 +81,18 @@ def passes(written: dict) -> str:
 def tables() -> Iterator[str]:
     """All of them, in the page's order; those of ratios with the number of threads above."""
     for name in INSTRUCTION_SETS:
-        for section in sorted(_written("speed", name)["sections"], key=lambda x: -x["threads"]):
-            head = f"{THREADS[section['threads']]}, {section['instruction_set']}"
-            yield f"{head}:\n\n{ratios(section)}"
-    (two,) = (one for one in _written("speed", "")["sections"] if one["threads"] == 2)
-    yield overhead(two)
+        for threads in (2, 1):
+            runs = _runs(name, threads)
+            head = f"{THREADS[threads]}, {runs[0]['instruction_set']}, {len(runs)} runs"
+            yield f"{head}:\n\n{ratios(runs)}"
+    yield overhead(_runs("", 2))
     for name in INSTRUCTION_SETS:
         yield passes(_written("passes", name))
+
+
+def _runs(instruction_set: str, threads: int) -> list[dict]:
+    sections = _written("speed", instruction_set)["sections"]
+    return [section for section in sections if section["threads"] == threads]
 
 
 def _written(program: str, instruction_set: str) -> dict:
