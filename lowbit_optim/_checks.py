@@ -16,6 +16,11 @@ from lowbit_optim_kernels.dither import SEEDS
 from lowbit_optim_kernels.formats import FORMATS, OF_BITS
 
 
+def is_number(value: Any) -> bool:
+    """Whether a value is a real number: no flag, no tensor, no array."""
+    return isinstance(value, Real) and not isinstance(value, bool)
+
+
 def number(
     name: str,
     value: Any,
@@ -26,9 +31,12 @@ def number(
     open_high: bool = False,
 ) -> None:
     """Refuse what is not a finite number in [low, high], or in an interval without its ends."""
-    if isinstance(value, bool) or not isinstance(value, Real):
+    if not is_number(value):
         raise TypeError(f"{name} must be a number, got {value!r}")
-    x = float(value)
+    try:
+        x = float(value)
+    except OverflowError:  # an integer beyond all of them
+        x = math.inf
     outside = x <= low if open_low else x < low
     outside |= x >= high if open_high else x > high
     if outside or not math.isfinite(x):
@@ -52,7 +60,7 @@ def _on_accelerator(name: str, value: Any) -> bool:
     """Whether a value is a tensor of one element that lies where a step does not read it back."""
     if not isinstance(value, torch.Tensor):
         return False
-    if value.numel() != 1 or value.is_complex():
+    if value.numel() != 1 or value.is_complex() or value.is_meta:
         raise ValueError(f"{name} must be a number or a real tensor of one element; got {value!r}")
     return value.device.type != "cpu"
 
@@ -69,10 +77,8 @@ def learning_rate(value: Any) -> None:
 
 def initial_learning_rate(value: Any) -> None:
     """Refuse a learning rate that is negative, too; a tensor is read wherever it lies."""
-    if isinstance(value, torch.Tensor) and value.numel() == 1:
-        value = value.item()
     learning_rate(value)
-    number("lr", value, 0.0)
+    number("lr", value.item() if isinstance(value, torch.Tensor) else value, 0.0)
 
 
 def betas(value: Any, count: int = 2) -> None:
@@ -104,7 +110,8 @@ def optional_flag(name: str, value: Any) -> None:
 
 def one_of(name: str, value: Any, allowed: tuple[Any, ...]) -> None:
     """Refuse what is not among the allowed values."""
-    if value not in allowed or isinstance(value, bool):
+    single = value is None or isinstance(value, str) or is_number(value)  # and not an array
+    if not single or value not in allowed:
         raise ValueError(f"{name} must be one of {', '.join(map(repr, allowed))}; got {value!r}")
 
 
@@ -116,7 +123,7 @@ def bounds(name: str, value: Any) -> None:
         raise ValueError(f"{name} must be None or a pair (low, high); got {value!r}")
     low, high = value
     number(f"{name}[0]", low, 0.0)
-    if isinstance(high, bool) or not isinstance(high, Real) or not high >= low:
+    if not is_number(high) or not high >= low:
         raise ValueError(f"{name} must have 0 <= low <= high; got {value!r}")
 
 
@@ -132,13 +139,17 @@ def state_format(value: Any) -> None:
     one_of("state_format", value, (None, *FORMATS))
 
 
+def optim_bits(value: Any) -> None:
+    """Refuse bits that mean no format."""
+    one_of("optim_bits", value, tuple(OF_BITS))
+
+
 def storage(group: Mapping[str, Any]) -> None:
     """Refuse bits that mean no format, or not the one that is named beside them."""
     bits, name = group["optim_bits"], group["state_format"]
     state_format(name)
-    if name is None:
-        one_of("optim_bits", bits, tuple(OF_BITS))
-    elif bits != FORMATS[name].bits or isinstance(bits, bool):
+    optim_bits(bits)
+    if name is not None and bits != FORMATS[name].bits:
         raise ValueError(
             f"optim_bits and state_format must agree; got optim_bits={bits!r} and "
             f"state_format={name!r}, which has {FORMATS[name].bits} bits"

@@ -59,6 +59,7 @@ class LowBitOptimizer(LoadsState):
         _checks.replace_by_args(defaults, args)
         defaults = {**EVERYWHERE, **without_numpy(defaults)}
         own = {key: defaults.get(key) for key in ("optim_bits", "state_format")}
+        _checks.optim_bits(own["optim_bits"])
         if own["optim_bits"] == 32:  # may be the default, which a state_format replaces
             del own["optim_bits"]
         defaults.update(_state.agreeing(own, {}))

@@ -68,7 +68,9 @@ def _may_change(value: Any) -> bool:
 
 def _storage(group: Mapping[str, Any]) -> dict[str, Any]:
     """The settings of a group that say which format its moments are in."""
-    return {key: as_number(group[key]) for key in ("optim_bits", "state_format")}
+    stored = {key: as_number(group[key]) for key in ("optim_bits", "state_format")}
+    _checks.optim_bits(stored["optim_bits"])
+    return stored
 
 
 class Settings:

@@ -81,6 +81,8 @@ def agreeing(own: Mapping[str, Any], inherited: Mapping[str, Any]) -> dict[str, 
     Raises:
         ValueError: if own `optim_bits` and an own `state_format` contradict each other.
     """
+    if "optim_bits" in own:
+        _checks.optim_bits(own["optim_bits"])
     name = own.get("state_format")
     if name is not None:
         _checks.state_format(name)

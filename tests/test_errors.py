@@ -5,6 +5,7 @@ import inspect
 import math
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 
@@ -23,11 +24,17 @@ from protocol import (
 )
 
 NAN, INF = math.nan, math.inf
-NOT_A_RATE = (-0.1, NAN, INF, "0.1", None, True)
+NOT_A_RATE = (-0.1, NAN, INF, 10**400, "0.1", None, True)
 EVERYWHERE = {
-    "lr": (*NOT_A_RATE, torch.tensor([0.1, 0.1]), torch.tensor(-1.0), torch.tensor(NAN)),
+    "lr": (
+        *NOT_A_RATE,
+        torch.tensor([0.1, 0.1]),
+        torch.tensor(-1.0),
+        torch.tensor(NAN),
+        torch.tensor(0.1, device="meta"),
+    ),
     "weight_decay": NOT_A_RATE,
-    "optim_bits": (3, 16, "8", None, True),
+    "optim_bits": (3, 16, "8", None, True, torch.tensor([8, 8])),
     "state_format": ("dynamic9", 8, True, ["dynamic8"], "float32\n"),
     "min_8bit_size": (-1, 4096.0, None),
     "percentile_clipping": (-1, 101, 50.0, None),
@@ -51,7 +58,7 @@ SOMEWHERE = {
     "trust_coefficient": (-1.0, NAN, "1"),
     "trust_clip": (None,),
     "skip_wd": (1,),
-    "scale_at": ("Grad", None, 0),
+    "scale_at": ("Grad", None, 0, np.array(["grad", "lr"])),
     "zero_norm": ("two", None),
     "adapt": ("never", True),
     "weight_norm_bounds": (1.0, (1.0,), (2.0, 1.0), (-1.0, 1.0), (0.0, NAN)),
@@ -65,7 +72,7 @@ def arguments_of(case):
 
 
 BAD = [
-    pytest.param(case, name, value, id=f"{case.name}-{name}={value}")
+    pytest.param(case, name, value, id=f"{case.name}-{name}={str(value)[:20]}")
     for case in ONE_PER_CLASS
     for name in arguments_of(case)
     for value in {**EVERYWHERE, **SOMEWHERE}[name]
