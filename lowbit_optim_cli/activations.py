@@ -6,7 +6,8 @@ import re
 from typing import Any
 
 from .errors import Refused, sentence
-from .models import TORCH_DTYPES, Model
+from .footprint import Model
+from .models import TORCH_DTYPES
 
 BATCH = re.compile(r"[0-9]+(x[0-9]+)+")
 # What configurations call the width, the layers, their heads and the vocabulary.

@@ -15,8 +15,7 @@ from rich.console import Console
 from rich.table import Table
 
 from .errors import Refused
-from .footprint import Footprint, Layout, footprint
-from .models import Model
+from .footprint import Footprint, Layout, Model, footprint
 from .optimizers import ROLES, layouts
 
 CARDS = (16, 24, 48, 80)  # GB of 10^9 bytes, which no card of that name has less than

@@ -9,7 +9,8 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 
 Shape = Sequence[int]
 
@@ -41,6 +42,35 @@ class Weight:
     def bytes(self) -> int:
         """Of the weight, and of its gradient."""
         return math.prod(self.shape) * ITEMSIZE[self.dtype]
+
+
+@dataclass(frozen=True)
+class Model:
+    """What is known of a model.
+
+    Attributes:
+        source: where it is from, in a few words.
+        weights: its parameters, a shared one once.
+        notes: what a reader should know of how it was read.
+        config: a Hugging Face configuration, if it is of one.
+        build: makes it again, where that is possible.
+    """
+
+    source: str
+    weights: tuple[Weight, ...]
+    notes: tuple[str, ...] = ()
+    config: dict[str, Any] = field(default_factory=dict)
+    build: Any = None
+
+    @property
+    def parameters(self) -> int:
+        """How many numbers there are in the weights."""
+        return sum(math.prod(weight.shape) for weight in self.weights)
+
+    @property
+    def largest(self) -> Weight:
+        """The weight with the largest gradient."""
+        return max((w for w in self.weights if w.trained), key=lambda weight: weight.bytes)
 
 
 def blocks(shape: Shape, block: int, by_rows: bool = True) -> int:

@@ -16,8 +16,7 @@ from torch.nn.modules.module import register_module_parameter_registration_hook
 from lowbit_optim._groups import EMBEDDINGS
 
 from .errors import Refused, plural, quiet_imports, sentence
-from .footprint import Weight
-from .models import Model
+from .footprint import Model, Weight
 
 MOST_PARAMETERS = 200_000  # tensors; a model with 256 experts in 60 layers has some 50,000
 MOST_BYTES = 1 << 30  # of parameters that are not on the meta device after all

@@ -5,13 +5,13 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterable
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from . import decoders, encoder_decoders, encoders
 from .errors import Refused, plural
-from .footprint import Weight
+from .footprint import Model, Weight
 from .headers import Entry, read_header, read_index, read_json
 from .known import known_weights
 
@@ -35,35 +35,6 @@ TAKEN = (
     "a config.json or a folder with one, a safetensors file or its index.json, module:function, or "
     "shapes such as 4096x4096,4096"
 )
-
-
-@dataclass(frozen=True)
-class Model:
-    """What is known of a model.
-
-    Attributes:
-        source: where it is from, in a few words.
-        weights: its parameters, a shared one once.
-        notes: what a reader should know of how it was read.
-        config: a Hugging Face configuration, if it is of one.
-        build: makes it again, where that is possible.
-    """
-
-    source: str
-    weights: tuple[Weight, ...]
-    notes: tuple[str, ...] = ()
-    config: dict[str, Any] = field(default_factory=dict)
-    build: Any = None
-
-    @property
-    def parameters(self) -> int:
-        """How many numbers there are in the weights."""
-        return sum(math.prod(weight.shape) for weight in self.weights)
-
-    @property
-    def largest(self) -> Weight:
-        """The weight with the largest gradient."""
-        return max((w for w in self.weights if w.trained), key=lambda weight: weight.bytes)
 
 
 def read_model(text: str, dtype: str | None = None, build: bool = False) -> Model:
