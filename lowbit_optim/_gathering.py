@@ -108,7 +108,7 @@ class _Gathering:
     def __call__(self, shards: Sequence[Tensor]) -> list[Tensor]:
         """The whole tensors of this rank's shards, both in the order of `index`."""
         device = shards[0].device
-        buffer = torch.cat([shard.flatten() for shard in shards])
+        buffer = torch.cat([x if x.ndim == 1 else x.flatten() for x in shards])
         padding = sum(self.lengths[0]) - buffer.numel()
         buffer = torch.nn.functional.pad(buffer, (0, padding))
         if device.type != self.mesh.device_type:  # whose processes may have no backend for it

@@ -119,7 +119,8 @@ def shard_groups(p: Any) -> Groups:
     if not is_dtensor(p):
         return ()
     mesh = p.device_mesh
-    return tuple((mesh.get_group(i), mesh.device_type) for i in _shards(p))
+    dims = [i for i in _shards(p) if mesh.size(i) > 1]
+    return tuple((mesh.get_group(i), mesh.device_type) for i in dims)
 
 
 def _cuts_blocks(p: Any, block: int) -> bool:
