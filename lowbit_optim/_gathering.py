@@ -63,7 +63,7 @@ class _Alike:
         """Memory of the whole tensors: as a rank has it of all of them, and as each of them."""
         numel, unit = self.shape.numel(), max(1, ALIGNMENT // like.element_size())
         wholes = like.new_empty(len(self.index), -(-numel // unit) * unit)[:, :numel]
-        each = wholes.unbind()
+        each: Sequence[Tensor] = wholes.unbind()
         each = each if len(self.shape) == 1 else [x.view(self.shape) for x in each]
         return wholes.split(self.lengths, 1), each
 
@@ -97,8 +97,8 @@ class _Gathering:
             by_shape.setdefault((p.shape, i < stay), []).append(i)
         alike = []
         for (shape, stays), some in by_shape.items():
-            lengths = [rows * shape[1:].numel() for rows in _rows(shape[0], sizes)]
-            alike.append(_Alike(some, shape, lengths, stays))
+            of_ranks = [rows * shape[1:].numel() for rows in _rows(shape[0], sizes)]
+            alike.append(_Alike(some, shape, of_ranks, stays))
         by_shape_and_rank = [[len(x.index) * each for each in x.lengths] for x in alike]
         by_rank = [list(each) for each in zip(*by_shape_and_rank, strict=True)]
         longest = max(map(sum, by_rank))
