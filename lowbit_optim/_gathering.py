@@ -33,7 +33,7 @@ def _rows(rows: int, sizes: Sequence[int]) -> list[int]:
     return dealt
 
 
-@dataclass(frozen=True)
+@dataclass
 class _Alike:
     """Tensors of one shape, which are dealt out alike.
 
@@ -41,22 +41,31 @@ class _Alike:
         index: where they are in the caller's list.
         shape: of each whole tensor.
         lengths: by rank the elements of a shard.
+        stay: whether they are joined in the same memory every time.
     """
 
     index: list[int]
     shape: torch.Size
     lengths: list[int]
+    stay: bool
+    _kept: tuple[Sequence[Tensor], Sequence[Tensor]] | None = None
 
     def joined(self, pieces: Sequence[Tensor]) -> Sequence[Tensor]:
         """The whole tensors, each aligned, of every rank's shards of all of them."""
-        count, numel = len(self.index), self.shape.numel()
-        unit = max(1, ALIGNMENT // pieces[0].element_size())
-        wholes = pieces[0].new_empty(count, -(-numel // unit) * unit)[:, :numel]
-        parts = wholes.split(self.lengths, 1)
-        for part, piece, length in zip(parts, pieces, self.lengths, strict=True):
-            part.copy_(piece.view(count, length))
-        each = wholes.unbind()
-        return each if len(self.shape) == 1 else [x.view(self.shape) for x in each]
+        parts, wholes = self._kept or self._empty(pieces[0])
+        for part, piece in zip(parts, pieces, strict=True):
+            part.copy_(piece.view(part.shape))
+        if self.stay:
+            self._kept = parts, wholes
+        return wholes
+
+    def _empty(self, like: Tensor) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
+        """Memory of the whole tensors: as a rank has it of all of them, and as each of them."""
+        numel, unit = self.shape.numel(), max(1, ALIGNMENT // like.element_size())
+        wholes = like.new_empty(len(self.index), -(-numel // unit) * unit)[:, :numel]
+        each: Sequence[Tensor] = wholes.unbind()
+        each = each if len(self.shape) == 1 else [x.view(self.shape) for x in each]
+        return wholes.split(self.lengths, 1), each
 
 
 @dataclass(frozen=True)
@@ -78,18 +87,18 @@ class _Gathering:
     lengths: list[list[int]]
 
     @staticmethod
-    def of(index: list[int], params: Sequence[Any]) -> _Gathering:
-        """That of tensors which are dealt out as these parameters are."""
+    def of(index: list[int], params: Sequence[Any], stay: int) -> _Gathering:
+        """That of tensors which are dealt out as these parameters are; the first `stay` stay."""
         mesh = params[0].device_mesh
         dims = [i for i, placement in enumerate(params[0].placements) if placement.is_shard()]
         sizes = [mesh.size(i) for i in dims]
-        by_shape: dict[torch.Size, list[int]] = {}
+        by_shape: dict[tuple[torch.Size, bool], list[int]] = {}
         for i, p in zip(index, params, strict=True):
-            by_shape.setdefault(p.shape, []).append(i)
-        alike = [
-            _Alike(some, shape, [rows * shape[1:].numel() for rows in _rows(shape[0], sizes)])
-            for shape, some in by_shape.items()
-        ]
+            by_shape.setdefault((p.shape, i < stay), []).append(i)
+        alike = []
+        for (shape, stays), some in by_shape.items():
+            of_ranks = [rows * shape[1:].numel() for rows in _rows(shape[0], sizes)]
+            alike.append(_Alike(some, shape, of_ranks, stays))
         by_shape_and_rank = [[len(x.index) * each for each in x.lengths] for x in alike]
         by_rank = [list(each) for each in zip(*by_shape_and_rank, strict=True)]
         longest = max(map(sum, by_rank))
@@ -99,7 +108,7 @@ class _Gathering:
     def __call__(self, shards: Sequence[Tensor]) -> list[Tensor]:
         """The whole tensors of this rank's shards, both in the order of `index`."""
         device = shards[0].device
-        buffer = torch.cat([shard.flatten() for shard in shards])
+        buffer = torch.cat([x if x.ndim == 1 else x.flatten() for x in shards])
         padding = sum(self.lengths[0]) - buffer.numel()
         buffer = torch.nn.functional.pad(buffer, (0, padding))
         if device.type != self.mesh.device_type:  # whose processes may have no backend for it
@@ -121,7 +130,7 @@ class Copies:
     Attributes:
         params: the parameters.
         index: where those that are stepped whole are among them.
-        tensors: the copies, which stay from step to step.
+        tensors: the copies, in memory that stays from step to step.
         gradients: of the copies, in this step.
     """
 
@@ -155,11 +164,7 @@ class Copies:
             got = gather([shards[i] for i in gather.index])
             made.update(zip(gather.index, got, strict=True))
         copies, count = [made[i] for i in range(len(shards))], len(self.index)
-        self.gradients = copies[count:]
-        if self.tensors:
-            torch._foreach_copy_(self.tensors, copies[:count])
-        else:
-            self.tensors = copies[:count]
+        self.tensors, self.gradients = copies[:count], copies[count:]
         held, gradients = list(held), list(gradients)
         for i, tensor, g in zip(self.index, self.tensors, self.gradients, strict=True):
             held[i], gradients[i] = tensor, g
@@ -172,4 +177,5 @@ class Copies:
         for i, (p, shard) in enumerate(zip(wholes, shards, strict=True)):
             kind = (p.device_mesh, p.placements, shard.dtype, shard.device)
             alike.setdefault(kind, []).append(i)
-        return [_Gathering.of(index, [wholes[i] for i in index]) for index in alike.values()]
+        stay = len(self.index)
+        return [_Gathering.of(index, [wholes[i] for i in index], stay) for index in alike.values()]

@@ -198,12 +198,20 @@ class KeepsState(Optimizer):
             group: its settings.
             share: this rank's share of a DTensor.
         """
+        state, new = self._plain_state(p, held, group, share)
+        if not new:
+            return self.state[p]
+        return state if share is None else share.wrapped(state)
+
+    def _plain_state(
+        self, p: Tensor, held: Tensor, group: Mapping[str, Any], share: Share | None
+    ) -> tuple[dict[str, Any], bool]:
+        """`_state_of` with plain tensors, those that this rank steps; and whether it is new."""
         there = self.state.get(p, {})
-        if share is None:
-            return self._as_wanted(there, p, group)
-        plain = _sharding.unwrapped(there)
-        state = self._as_wanted(plain, held, share.settings(group))
-        return there if state is plain else share.wrapped(state)
+        if share is not None:
+            there, group = _sharding.unwrapped(there), share.settings(group)
+        state = self._as_wanted(there, held, group)
+        return state, state is not there
 
     def _as_wanted(
         self, state: dict[str, Any], p: Tensor, group: Mapping[str, Any]

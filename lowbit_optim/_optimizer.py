@@ -306,9 +306,8 @@ class LowBitOptimizer(LoadsState):
             self._step_rule(group), dispatch.request(), *map(group.get, FORM),
             self._scaler("grad_scale") is None, self._scaler("found_inf") is None,
         )  # fmt: skip
-        if last is not None and _sharding.all_spread_as(gradients, params):
-            held, gradients = _sharding.locals_of(params), _sharding.locals_of(gradients)
-            plan = last.with_gradients(form, params, held, gradients, self.state)
+        if last is not None and (held := _sharding.locals_of(params, gradients)) is not None:
+            plan = last.with_gradients(form, params, *held, self.state)
             if plan is not None:
                 return plan
         return self._new_plan(form, group)
@@ -331,11 +330,10 @@ class LowBitOptimizer(LoadsState):
             written = work if share is None else share.written(work)
             if written is not its:
                 plan.staged.append((its, written))
-            state = self._state_of(p, held, group, share)
-            if state is not self.state.get(p):
+            state, new = self._plain_state(p, held, group, share)
+            if new:
                 plan.new_states[p] = state
-            own = state if share is None else _sharding.unwrapped(state)
-            slot = self._slot(p, work, dispatch.readable(g, engine), group, own)
+            slot = self._slot(p, work, dispatch.readable(g, engine), group, state)
             if share is not None:
                 slot.groups = share.groups
                 slot.blocks_before = share.blocks_before(slot.format.block)
@@ -343,6 +341,10 @@ class LowBitOptimizer(LoadsState):
             if dithers or slot.weights.dithered:
                 slot.tensor_key = dither.tensor_key(group["seed"], self._place(p)[0])
             batches.setdefault((work.device, engine), []).append(slot)
+        # Last, so that tensors which every step looks at lie together in memory.
+        for p, share in zip(params, shares, strict=True):
+            if share is not None and p in plan.new_states:
+                plan.new_states[p] = share.wrapped(plan.new_states[p])
         plan.gradients = [_sharding.local(p.grad) for p in params]
         kept = self._captured
         plan.batches = [Batch(form[0], slots, *at, captured=kept) for at, slots in batches.items()]

@@ -54,27 +54,20 @@ def local(x: Any) -> Any:
     return x._local_tensor if is_dtensor(x) else x
 
 
-def locals_of(tensors: list[Any]) -> list[Any]:
-    """The same of each; the list itself where all are plain, which takes next to no time."""
-    kinds = set(map(type, tensors))
-    if kinds <= PLAIN:
-        return tensors
-    if all(map(_of_dtensors, kinds)):
-        return list(map(_LOCAL, tensors))
-    return [local(x) for x in tensors]
+def locals_of(params: list[Any], gradients: list[Any]) -> tuple[list[Any], list[Any]] | None:
+    """What this rank holds of parameters and gradients; the lists themselves if all are plain.
 
-
-def all_spread_as(gradients: list[Any], params: list[Any]) -> bool:
-    """Whether each gradient is a DTensor if its parameter is one, and dealt out as that is."""
+    None if a gradient is not a DTensor where its parameter is one, or not dealt out as that is.
+    """
     kinds = {*map(type, gradients), *map(type, params)}
-    if kinds <= PLAIN:
-        return True
+    if kinds <= PLAIN:  # nothing that takes time
+        return params, gradients
     if all(map(_of_dtensors, kinds)) and all(map(is_, map(_SPEC, gradients), map(_SPEC, params))):
-        return True  # as under fully_shard
-    return all(
-        is_spread_as(g, p) if is_dtensor(p) else not is_dtensor(g)
-        for g, p in zip(gradients, params, strict=True)
-    )
+        return list(map(_LOCAL, params)), list(map(_LOCAL, gradients))  # as under fully_shard
+    pairs = zip(gradients, params, strict=True)
+    if all(is_spread_as(g, p) if is_dtensor(p) else not is_dtensor(g) for g, p in pairs):
+        return list(map(local, params)), list(map(local, gradients))
+    return None
 
 
 def check(p: Any, name: str) -> None:
@@ -126,7 +119,8 @@ def shard_groups(p: Any) -> Groups:
     if not is_dtensor(p):
         return ()
     mesh = p.device_mesh
-    return tuple((mesh.get_group(i), mesh.device_type) for i in _shards(p))
+    dims = [i for i in _shards(p) if mesh.size(i) > 1]
+    return tuple((mesh.get_group(i), mesh.device_type) for i in dims)
 
 
 def _cuts_blocks(p: Any, block: int) -> bool:

@@ -107,11 +107,12 @@ class StepPlan:
 
     def write_back(self) -> None:
         """Copy what was stepped in copies to where it is held."""
-        if any(held.is_neg() for held, _ in self.staged):  # which foreach operators refuse
-            for held, work in self.staged:
-                held.copy_(work)
-        elif self.staged:
-            torch._foreach_copy_([held for held, _ in self.staged], [x for _, x in self.staged])
+        held, work = [held for held, _ in self.staged], [work for _, work in self.staged]
+        if any(map(Tensor.is_neg, held)):  # which foreach operators refuse
+            for to, source in self.staged:
+                to.copy_(source)
+        elif held:
+            torch._foreach_copy_(held, work)
 
     def freeze(self, state: Mapping[Tensor, dict[str, Any]]) -> None:
         """Note after a step what a later one has to compare.
