@@ -47,9 +47,10 @@ def running(engine, items):
 def covering(items, *names):
     """One of a test's items for each value of its first named argument; a case counts by its class.
 
-    The values of the other arguments take turns, so that each of them is among those chosen.
-    Without a name it is one item.
+    The first may be several arguments: one for each of their combinations. The values of the others
+    take turns, so that each of them is among those chosen. Without a name it is one item.
     """
+    firsts = names[0] if names and isinstance(names[0], tuple) else names[:1]
 
     def value(item, name):
         argument = arguments_of(item)[name]
@@ -57,7 +58,7 @@ def covering(items, *names):
 
     by_first, uses = {}, Counter()
     for item in items:
-        by_first.setdefault(tuple(value(item, name) for name in names[:1]), []).append(item)
+        by_first.setdefault(tuple(value(item, name) for name in firsts), []).append(item)
     for alike in by_first.values():
         chosen = min(alike, key=lambda item: [uses[value(item, name)] for name in names[1:]])
         uses.update(value(chosen, name) for name in names[1:])
@@ -109,6 +110,7 @@ def pytest_collection_modifyitems(config, items):
     if not torch.cuda.is_available():
         spare_the_interpreter(items)
     slow_but_few(running("numba", items), "few_if_compiled")
+    slow_but_few(items, "few")
     if numba_lacks_half():  # that warning is no error; test_numba_portable asks for it
         expected = pytest.mark.filterwarnings(f"ignore:.*{WITHOUT_HALF}:RuntimeWarning")
         for item in items:

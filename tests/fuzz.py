@@ -25,10 +25,11 @@ def examples(default):
 
 
 def in_chunks(default):
-    """The seeds of all examples as a few tests, which workers can share."""
+    """The seeds of all examples as several tests, which workers can share; one is not slow."""
     total = examples(default)
     chunks = [range(first, total, CHUNKS) for first in range(min(CHUNKS, total))]
-    return pytest.mark.parametrize("seeds", chunks, ids=lambda seeds: f"from-{seeds[0]}")
+    each = pytest.mark.parametrize("seeds", chunks, ids=lambda seeds: f"from-{seeds[0]}")
+    return lambda test: pytest.mark.few(each(test))
 
 
 def random_parameters(rng, shapes, dtypes=DTYPES):

@@ -194,6 +194,7 @@ def test_verify_refuses_another_rule():
 
 
 @pytest.mark.parametrize("name", [n for n, e in registry.REGISTRY.items() if e.peer is None])
+@pytest.mark.few
 def test_registry_row_builds_and_is_what_its_name_says(name):
     entry = registry.REGISTRY[name]
     for other in (entry.twin, entry.fused, entry.foreach):
@@ -387,6 +388,7 @@ def test_the_cpu_page_shows_the_result_files():
         assert f"\n\n{table}\n\n" in page
 
 
+@pytest.mark.slow
 def test_plan_times_building_and_reuse(tmp_path):
     """In a process of its own: it switches Triton's interpreter on."""
     pytest.importorskip("triton")

@@ -45,6 +45,7 @@ def filled_at_once(tmp_path_factory):
         return folder, list(pool.map(run, range(2)))
 
 
+@pytest.mark.slow
 def test_two_processes_may_fill_a_folder_at_once(filled_at_once):
     """Both write the same file names; neither sees the other's half-written file."""
     folder, counted = filled_at_once
@@ -89,6 +90,7 @@ def test_nothing_is_generated_before_the_first_step(tmp_path):
 
 
 @FORK
+@pytest.mark.slow
 def test_functions_of_one_name_are_not_mixed_up(tmp_path):
     """Two processes name what they compile by counters; a third one loads what both have kept."""
     script = """
@@ -119,6 +121,7 @@ print(json.dumps([len(set(heads)), out.tolist()]))
     assert answers == [1.0, 2.0]
 
 
+@pytest.mark.slow
 def test_code_that_needs_what_is_not_there_is_compiled():
     """LLVM would end the process that links it."""
     script = """

@@ -74,7 +74,7 @@ def test_state_dict_is_plain_data(engine, case, bits):
 @BITS
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
 @ENGINES
-@pytest.mark.few_if_compiled("case", "dtype", "bits")
+@pytest.mark.few_if_compiled("dtype", "bits", "case")
 def test_training_resumes_bit_for_bit(engine, case, bits, dtype):
     """Odd shapes, so that rows end in short blocks."""
     shapes, options = [(3, 300), (257,), ()], {"percentile_clipping": 50}

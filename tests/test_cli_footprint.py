@@ -117,6 +117,7 @@ def test_a_step_leaves_the_bytes_of_the_arithmetic(row):
 
 @pytest.mark.parametrize("model", ["ResNet-50", "ViT-B", "GPT-2 small"])
 @pytest.mark.parametrize("row", ROWS, ids=name)
+@pytest.mark.few("row", "model")
 def test_models_have_the_bytes_that_are_allocated(row, model):
     dtype = "bf16" if row.bits else "fp32"
     # The matrices of an embedding's 50,257 rows would take 20 GB.

@@ -83,6 +83,7 @@ def test_every_shape(compiled, case, bits):
 
 @BITS
 @BY_ID
+@pytest.mark.few(("case", "bits"))
 def test_every_case_on_numba(case, bits):
     """Triton's are in test_trajectories: its interpreter is slow."""
     shapes = [(3, 90), (300,), (5,), ()]

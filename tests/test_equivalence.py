@@ -95,6 +95,7 @@ def test_committed_result_is_of_every_pair_and_the_page_shows_it(name, count):
 
 
 @pytest.mark.parametrize("name", ["SGD8bit-ratio8", "AdamW4bit"])
+@pytest.mark.slow
 def test_equivalence_of_another_format(tmp_path, name):
     pytest.importorskip("sklearn")
     pytest.importorskip("matplotlib")

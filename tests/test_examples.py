@@ -21,6 +21,7 @@ SCRIPTS = [
 
 
 @pytest.mark.parametrize("script", SCRIPTS)
+@pytest.mark.few
 def test_example_runs(script, tmp_path):
     """From another directory; each asserts by itself that it trains and resumes."""
     done = subprocess.run(

@@ -171,6 +171,7 @@ def test_lans_refuses_bounds_out_of_order():
 @BITS
 @BY_VARIANT
 @pytest.mark.few_if_interpreted("name", "bits")
+@pytest.mark.few_if_compiled("name", "options", "bits")
 def test_zero_gradient_and_zero_lr_move_nothing(engine, device, name, options, bits):
     """Fresh state, state with a history, and a parameter of zeros; eps = 0 too."""
     history = [gradient(1), gradient(2)]
@@ -189,6 +190,7 @@ def test_zero_gradient_and_zero_lr_move_nothing(engine, device, name, options, b
 @BITS
 @BY_VARIANT
 @pytest.mark.few_if_interpreted("name", "bits")
+@pytest.mark.few_if_compiled("name", "options", "bits")
 def test_a_bad_gradient_element_damages_only_itself(engine, device, name, options, bits):
     p = parameter(device=device)
     bad = gradient(1)
@@ -325,6 +327,7 @@ def test_eve_decays_large_tensors_only(engine, device):
     ],
 )
 @BITS
+@pytest.mark.few
 def test_an_option_may_be_switched_on_between_steps(name, switch, key, bits):
     p, optimizer = stepped(name, {}, [gradient(1)], bits)
     optimizer.param_groups[0].update(switch)

@@ -190,6 +190,7 @@ def test_footprint_goes_on_after_one_that_fails(tmp_path, monkeypatch):
     assert written["rows"][0]["state"] == written["rows"][0]["estimated_state"] > 0
 
 
+@pytest.mark.slow
 def test_weights_are_compared(tmp_path):
     pytest.importorskip("matplotlib")
     program = pytest.importorskip("benchmarks.quality.weights")

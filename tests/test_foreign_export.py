@@ -232,6 +232,7 @@ def test_layouts_are_two():
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
 @pytest.mark.parametrize("bits", [8, 32])
 @pytest.mark.parametrize("name", ["SGD", "Adam", "AdamW", "RMSprop", "Adagrad"])
+@pytest.mark.few("name", "bits", "dtype")
 def test_torch_goes_on(name, bits, dtype):
     """Every class, in every dtype; a parameter that has no state yet is stepped, too."""
     options = {"SGD": {"momentum": 0.9}, "RMSprop": {"centered": True, "momentum": 0.9}}

@@ -216,6 +216,7 @@ FORMAT_OPTIONS = {
 @pytest.mark.parametrize("name", ["Adam", "LAMB", "LANS", "Eve"])
 @pytest.mark.parametrize("after", FORMAT_OPTIONS)
 @pytest.mark.parametrize("before", FORMAT_OPTIONS)
+@pytest.mark.few(("before", "after"), "name")
 def test_a_checkpoint_is_converted(name, before, after):
     """By way of fp32, rounded to nearest, the same every time; the own format bit for bit."""
     cls, kept = getattr(lowbit_optim, name), {"min_8bit_size": 1, "lr": 1e-3}
@@ -263,6 +264,7 @@ def test_a_bad_number_costs_one_weight(engine, device):
 
 @pytest.mark.parametrize("name", ["AdamW8bit", "RMSprop8bit", "Adagrad8bit", "LAMB8bit"])
 @pytest.mark.parametrize("format", ["dynamic8", "ratio8"])
+@pytest.mark.few(("engine", "format"), "name")
 def test_a_weight_without_a_gradient_never_moves(engine, device, name, format):
     (p,) = params_on(device, shapes=((2, 130),))
     start = p.detach().clone()

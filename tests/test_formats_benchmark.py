@@ -12,6 +12,7 @@ from test_benchmarks import run
 formats_program = pytest.importorskip("benchmarks.quality.formats")
 
 
+@pytest.mark.slow
 def test_formats_measures_errors_long_runs_and_times(tmp_path, monkeypatch):
     pytest.importorskip("mlxtend")
     pytest.importorskip("matplotlib")

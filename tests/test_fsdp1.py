@@ -98,5 +98,6 @@ def by_32_bits(rank, world, folder, use_orig_params):
 
 @pytest.mark.parametrize("use_orig_params", [False, True])
 @pytest.mark.parametrize("way", [by_ranks, by_32_bits], ids=lambda way: way.__name__)
+@pytest.mark.slow
 def test_a_run_is_resumed(way, use_orig_params, tmp_path):
     sharded.run(2, way, str(tmp_path), use_orig_params)

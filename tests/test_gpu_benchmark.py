@@ -27,6 +27,7 @@ def test_bytes_of_a_step():
     assert gpu.bytes_of_step(lars, params, 260) == 5 * 512 + 2 * 260
 
 
+@pytest.mark.slow
 def test_a_run_checks_times_and_reports(tmp_path):
     console = Console(file=io.StringIO(), width=120)
     names = ["AdamW8bit", "torch AdamW", "LARS8bit", "flashoptim FlashAdamW"]

@@ -86,6 +86,7 @@ def test_continuing_a_run_of_bitsandbytes(tmp_path, monkeypatch):
     assert "absmax1" in written["state"][0]
 
 
+@pytest.mark.slow
 def test_sharded_training(tmp_path):
     sharded.run(2, sharded.guide, str(tmp_path))
     assert (tmp_path / "done0").exists()

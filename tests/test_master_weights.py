@@ -131,6 +131,7 @@ def test_32_bits_are_fp32_training(engine, device, name):
 
 @pytest.mark.parametrize("bits", [16, 24, 32, "auto"])
 @pytest.mark.parametrize("name", ["AdamW8bit", "SGD8bit", "Cain8bit"])
+@pytest.mark.few(("engine", "bits"), "name")
 def test_lr_0_moves_nothing(engine, device, name, bits):
     params = bf16_parameters(device, shapes_on(engine))
     start = [p.detach().clone() for p in params]

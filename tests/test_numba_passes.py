@@ -111,6 +111,7 @@ def one_step(engine, rule, format, hyper, shape=(3, 300)):
     [adam.adam_rule(False, False, False), lamb.lamb_rule(False, True, False, True, False)],
     ids=["adam", "lamb"],
 )
+@pytest.mark.few("format", "rule")
 def test_a_moment_that_stays_exact_beside_a_coded_one(rule, format, exact):
     moments = list(rule.moments)
     moments[exact] = dataclasses.replace(moments[exact], exact=True)

@@ -70,6 +70,7 @@ print("same")
     assert run(cpu, script, tmp_path) == "same"
 
 
+@pytest.mark.slow
 def test_ratios_dither_and_master_weights_are_as_on_torch(cpu, tmp_path):
     script = """
 cases = [
@@ -107,6 +108,7 @@ print("nearest")
     assert run(cpu, script, tmp_path) == "nearest"
 
 
+@pytest.mark.few
 def test_codes_decode_to_the_codebook(cpu, tmp_path):
     """Exactly, but within a step, where it may be two ulp off."""
     script = """
@@ -126,6 +128,7 @@ print("codebook")
     assert run(cpu, script, tmp_path) == "codebook"
 
 
+@pytest.mark.slow
 def test_float16(cpu, tmp_path):
     """Without F16C there are no instructions for it, and Numba would crash."""
     script = """

@@ -44,6 +44,7 @@ def nmse(got, want):
 
 
 @pytest.mark.parametrize("scale", [1e-8, 1e-6, 1e-2, 1.0, 1e4], ids=str)
+@pytest.mark.few("scale", "engine")
 def test_adamw8bit_follows_torch_at_every_gradient_scale(engine, device, scale):
     a, b = (
         torch.nn.Parameter(torch.zeros(side(engine), side(engine), device=device)) for _ in "ab"
@@ -85,6 +86,7 @@ def test_lars8bit_caps_the_movement_at_two_percent(engine, device):
 )
 @pytest.mark.few_if_interpreted("case")
 @pytest.mark.few_if_compiled("case")
+@pytest.mark.few(("case", "engine"))
 def test_a_weight_without_gradient_never_moves(engine, device, case):
     """bitsandbytes' CPU quantizer maps 0 to another number, and so moves such weights."""
     generator = torch.Generator().manual_seed(0)
@@ -103,6 +105,7 @@ def test_a_weight_without_gradient_never_moves(engine, device, case):
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")], ids=str)
 @STATEFUL
+@pytest.mark.few("case", "bad")
 def test_one_bad_gradient_element_costs_one_weight(case, bad):
     """In 65,536, then three clean steps; the other weights go where they would have gone."""
     p, q = cases.as_params(cases.starts([cases.Track((256, 256))] * 2), torch.float32)
@@ -149,6 +152,7 @@ def hold_still(case, bits, dtype):
 
 @pytest.mark.parametrize("bits", [8, 32])
 @BY_ID
+@pytest.mark.few(("case", "bits"))
 def test_zero_gradient_and_zero_lr_leave_every_bit(case, bits):
     """From the first step on, and after moments have built up."""
     hold_still(case, bits, torch.float32)
@@ -156,6 +160,7 @@ def test_zero_gradient_and_zero_lr_leave_every_bit(case, bits):
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @CLASSES
+@pytest.mark.few("dtype", "case")
 def test_zero_gradient_and_zero_lr_leave_every_bit_of_half_precision(case, dtype):
     hold_still(case, 8, dtype)
 
@@ -211,6 +216,7 @@ def one_step_of(case, engine, bits, shape):
 
 @pytest.mark.parametrize("bits", [8, 32])
 @FUSED_CLASSES
+@pytest.mark.few("bits")
 def test_a_step_allocates_no_large_temporary(case, bits):
     """Torch's allocations are seen by operator, NumPy's and Python's together by tracemalloc."""
     optimizer, p = one_step_of(case, "numba", bits, (2048, 2048))
@@ -245,6 +251,7 @@ def resident(field):
 
 
 @FUSED_CLASSES
+@pytest.mark.few
 def test_a_step_does_not_raise_the_resident_set(case):
     """Whatever allocates, Numba's compiled code included: the kernel counts pages."""
     clear = pathlib.Path("/proc/self/clear_refs")

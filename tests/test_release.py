@@ -52,6 +52,7 @@ FUSED = [mark for mark in CLASSES.args[1] if mark.fused]
 
 @pytest.mark.parametrize("case", FUSED, ids=lambda case: case.name)
 @pytest.mark.parametrize("bucket_bytes", [0, 2000, 1 << 26])
+@pytest.mark.few("bucket_bytes", "case")
 def test_released_is_as_unreleased(case, bucket_bytes):
     """Bit for bit: parameters, state, schedules."""
     nets = model(torch.bfloat16), model(torch.bfloat16)

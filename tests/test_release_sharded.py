@@ -76,9 +76,11 @@ def page(rank, world, folder):
     assert all(p.grad is None for p in model.parameters())
 
 
+@pytest.mark.slow
 def test_the_page_on_gradient_release(tmp_path):
     sharded.run(2, page, str(tmp_path))
 
 
+@pytest.mark.slow
 def test_released_is_as_unreleased_under_fully_shard(tmp_path):
     sharded.run(2, both, str(tmp_path))

@@ -22,6 +22,7 @@ def build(bits=8, dtype=torch.float32, shapes=SHAPES, **options):
 
 @pytest.mark.parametrize("bits", [8, 32])
 @pytest.mark.parametrize("weight_lr_power", [0.0, 2.0])
+@pytest.mark.few("engine", "bits", "weight_lr_power")
 def test_eval_is_the_weighted_average_of_z(engine, bits, weight_lr_power):
     shapes, steps = (FEW_ROWS, 4) if engine == "triton" else (SHAPES, 8)
     with lowbit_optim.use_engine(engine):

@@ -92,6 +92,7 @@ def test_what_cannot_be_done_is_refused_on_every_rank(tmp_path):
     sharded.run(2, sharded.refused, str(tmp_path))
 
 
+@pytest.mark.slow
 def test_plain_tensors_of_ddp_and_zero(tmp_path):
     sharded.run(2, sharded.others, str(tmp_path))
     results = torch.load(tmp_path / "others.pt")

@@ -19,6 +19,7 @@ def run(*arguments):
     return testing.CliRunner(env={"COLUMNS": "100"}).invoke(app, [str(a) for a in arguments])
 
 
+@pytest.mark.slow
 def test_sharded_times_every_pair(tmp_path):
     result = run("--optimizer", "LAMB8bit", "--ranks", 1, "--rounds", 1, "--out", tmp_path)
     assert result.exit_code == 0, result.output

@@ -171,6 +171,7 @@ def damage(whole, name):
 
 
 @pytest.mark.parametrize("moment", MOMENTS)
+@pytest.mark.slow
 def test_the_others_get_an_error_when_a_rank_is_killed(moment, root):
     interrupted(root / moment, moment)
     written = {path.name: path.stat().st_size for path in (root / moment / "cut").iterdir()}
@@ -216,5 +217,6 @@ def read_as_other(rank, world, folder):
         sharded.train(into, list(model.parameters()), range(2, 3), spread)
 
 
+@pytest.mark.slow
 def test_codes_that_were_cast_to_numbers_are_refused(tmp_path):
     sharded.run(WORLD, read_as_other, str(tmp_path))

@@ -274,6 +274,7 @@ def hybrid(rank, world, folder):
 
 
 @sharded.fully_shard_averages
+@pytest.mark.slow
 def test_two_ranks(tmp_path):
     sharded.run(2, all_cases, str(tmp_path))
 

@@ -255,6 +255,7 @@ def test_an_argument_that_nothing_describes():
         documented(Half)
 
 
+@pytest.mark.slow
 def test_without_docstrings():
     script = (
         "import lowbit_optim as l, torch;"

@@ -47,6 +47,7 @@ ENGINES = [*((*which, name) for which in EVERY for name in ("torch", "numba")), 
 
 
 @pytest.mark.parametrize(("case", "bits", "name"), MIXED, ids=lambda x: getattr(x, "name", x))
+@pytest.mark.few("case", "bits")
 def test_one_group_holds_every_mix_of_dtypes(case, bits, name):
     """Parameters and gradients of all dtypes in one group, as each in an optimizer of its own."""
     together = [p for dtype in FLOATS for p in parameters(dtype)]
@@ -169,6 +170,7 @@ def scaled_run(optimizer, scale, bad_steps=(), clip=False):
 
 
 @pytest.mark.parametrize(("case", "bits", "name"), ENGINES, ids=lambda x: getattr(x, "name", x))
+@pytest.mark.few("case", "bits", "name")
 def test_grad_scaler_divides_gradients(case, bits, name):
     """By a power of two, so that no bit is lost."""
     with lowbit_optim.use_engine(name):
@@ -179,6 +181,7 @@ def test_grad_scaler_divides_gradients(case, bits, name):
 
 
 @pytest.mark.parametrize(("case", "bits", "name"), ENGINES, ids=lambda x: getattr(x, "name", x))
+@pytest.mark.few("case", "bits", "name")
 def test_grad_scaler_skips_an_overflow(case, bits, name):
     """Nothing moves, counts or is recorded; the scale halves and training goes on."""
     options = {"percentile_clipping": 50}
@@ -337,6 +340,7 @@ def test_a_change_of_optim_bits_takes_effect(case):
 
 @CLASSES
 @BITS
+@pytest.mark.few("bits", "case")
 def test_a_model_that_changes_dtype_keeps_its_state(case, bits):
     model = torch.nn.Linear(20, 15)
     optimizer = train(build(case, bits, model.parameters()), 2)
@@ -375,6 +379,7 @@ def test_max_unorm_zero_and_percentile_100_keep_no_extra_state():
 
 
 @CLASSES
+@pytest.mark.few
 def test_zero_gradients_and_lr_zero_leave_every_bit(case):
     params = [p for dtype in FLOATS for p in parameters(dtype)]
     optimizer = build(case, 8, params, lr=0.0)

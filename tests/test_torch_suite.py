@@ -103,6 +103,7 @@ def test_errors(name, bits):
     ("contiguous", "scheduled"), [(True, False), (False, True)], ids=["plain", "strided, scheduled"]
 )
 @RECORDS
+@pytest.mark.few("name", "bits", "contiguous")
 def test_forloop_goes_right_direction(name, bits, contiguous, scheduled):
     info = record(name, bits)
     for makers in info.scheduler_inputs if scheduled else [[]]:
@@ -194,6 +195,7 @@ def walk(info, arguments, dtype=torch.float32, default_dtype=torch.float32):
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
 @RECORDS
+@pytest.mark.few(("name", "bits"), "dtype")
 def test_foreach_and_fused_match_forloop(name, bits, dtype):
     """In all bits: there is one implementation, which the flags do not change."""
     info = record(name, bits)
@@ -223,6 +225,7 @@ def test_fused_in_float64_is_refused_by_the_step(name, bits):
 
 @pytest.mark.parametrize("default", [torch.float64, torch.float16], ids=str)
 @RECORDS
+@pytest.mark.few("name", "bits", "default")
 def test_set_default_dtype_works(name, bits, default):
     info = record(name, bits)
     for arguments in inputs(info)[:2]:
@@ -267,6 +270,7 @@ def test_fused_does_not_step_if_foundinf(name, bits, scale):
 
 
 @RECORDS
+@pytest.mark.few("name", "bits")
 def test_param_groups_weight_decay(name, bits):
     info = record(name, bits)
     for arguments in inputs(info):
@@ -277,6 +281,7 @@ def test_param_groups_weight_decay(name, bits):
 
 
 @RECORDS
+@pytest.mark.few("name", "bits")
 def test_param_groups_lr(name, bits):
     info = record(name, bits)
     for arguments in inputs(info):

@@ -65,6 +65,7 @@ def without_names(state_dict):
 @RECORDS
 @NAMED
 @NAMED_THEN
+@pytest.mark.few(("name", "bits"), "then", "named")
 def test_state_dict_deterministic(name, bits, named, then):
     info = record(name, bits)
     for arguments in inputs(info)[:: 1 if named == then else 4]:

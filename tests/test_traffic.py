@@ -172,6 +172,7 @@ def touched(rule, name, kind, bits):
 
 @pytest.mark.parametrize("rule", list(every_rule()))
 @pytest.mark.parametrize(("kind", "bits"), [("f32", 8), ("bf16", 8), ("f32", 32)])
+@pytest.mark.few("rule", "kind", "bits")
 def test_each_pass_touches_what_is_counted(rule, kind, bits):
     for walk in traffic.passes(rule):
         seen = touched(rule, walk.name, kind, bits)

@@ -30,6 +30,7 @@ def walk_both(case, tracks, steps, dtype, device="cpu", bits=32, rule=None, **op
 
 
 @pytest.mark.parametrize("case", cases.ALL_CASES + cases.CASES_IN_DOUBLE, ids=lambda case: case.id)
+@pytest.mark.few("case")
 def test_float64_equals_the_reference(case):
     """Zero starts, zero and missing gradients, 0-d to 4-D; lr changes every step."""
     with lowbit_optim.use_engine("torch"):
@@ -43,6 +44,7 @@ def test_float64_equals_the_reference(case):
 
 @BY_ID
 @pytest.mark.few_if_interpreted("case")
+@pytest.mark.few_if_compiled("case")
 def test_single_precision_equals_the_reference(engine, device, case):
     names = FEW if engine == "triton" else list(cases.TRACKS)
     tracks = [cases.TRACKS[name] for name in names]
@@ -56,6 +58,7 @@ def test_single_precision_equals_the_reference(engine, device, case):
 
 @STATEFUL
 @pytest.mark.few_if_interpreted("case")
+@pytest.mark.few_if_compiled("case")
 def test_eight_bits_equal_the_reference_through_the_codec(engine, device, case):
     """The naive rule with naively quantized moments: a code differs only by rounding at a midpoint,
     and where one does, that weight's later steps may."""

@@ -85,6 +85,7 @@ def assert_same(got, want, rtol, other_codes=0.001):
 @BITS
 @pytest.mark.parametrize("variant", ["AdamW", "LARS-trust"])
 @pytest.mark.few_if_interpreted("variant", "bits")
+@pytest.mark.few
 def test_every_shape_is_as_on_torch(variant, bits):
     got = walk("triton", variant, bits, SHAPES)
     # A code on the other side of a midpoint moves a weight by a fraction of lr.
@@ -102,6 +103,7 @@ def test_every_variant_is_as_on_torch(variant, bits):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @BITS
 @pytest.mark.parametrize("variant", ["AdamW", "LARS-cap"])
+@pytest.mark.few("variant", "bits", "dtype")
 def test_half_precision_is_as_on_torch(variant, bits, dtype):
     got = walk("triton", variant, bits, FEW, dtype)
     # Numbers of few digits often lie at a midpoint, where rounding decides.
@@ -322,6 +324,7 @@ def test_a_tail_of_a_single_row_is_masked():
     assert plan.kinds[0].whole, "the largest work first"
 
 
+@pytest.mark.slow
 def test_full_and_short_blocks_of_rows_make_tiles_of_their_own():
     assert kinds_of(plan_of([(9, 96)])) == {(grid.SHORT, False, 16): 1}
     plan = plan_of([(20, 272), (16, 301), (130, 260)])
@@ -334,6 +337,7 @@ def test_full_and_short_blocks_of_rows_make_tiles_of_their_own():
     assert rooms == {16: 16, 1: 64, 4: 16}, "as few elements as the block fits in"
 
 
+@pytest.mark.slow
 def test_the_order_of_kinds_does_not_depend_on_that_of_the_tensors():
     shapes = [(2048,), (9, 96), (9, 65), (16, 301)]
     assert plan_of(shapes).kinds == plan_of(shapes[::-1]).kinds

@@ -77,6 +77,7 @@ def on_sm_90(tmp_path_factory):
 
 
 @pytest.mark.parametrize(("name", "state_format", "weights"), FORMATS)
+@pytest.mark.slow
 def test_formats_and_weights_stay_under_their_ceiling(tmp_path, name, state_format, weights):
     options = {"format": [state_format], "weights": [weights]}
     rows = compiled(tmp_path, optimizer=[name], dtype=["bf16"], target=["sm_90"], **options)
@@ -215,6 +216,7 @@ for name in ("sm_90", "gfx942"):
 """
 
 
+@pytest.mark.slow
 def test_many_kinds_in_one_kernel_do_not_spill_and_share_shared_memory():
     """Nor does the kernel take many more registers than fp32 whole tiles of 8-bit state."""
     in_a_process("-c", MIXED)
@@ -246,11 +248,13 @@ for state_format, bits in (("ratio8", 24), ("ratio4", 16), ("dynamic8", 32)):
 """
 
 
+@pytest.mark.slow
 def test_kinds_of_new_formats_and_weights_compile():
     """Whole ones of blocks whose numbers have more than 32 bits, too."""
     in_a_process("-c", KINDS)
 
 
+@pytest.mark.slow
 def test_masked_and_guarded_kernels_compile_and_keep_wide_accesses():
     """Blocks that start at multiples of 16 elements keep 16-byte accesses, in rows, under a mask.
 

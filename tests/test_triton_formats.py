@@ -80,6 +80,7 @@ def compare(name, share=1e-4, **options):
 
 
 @BY_FORMAT
+@pytest.mark.few
 def test_every_shape_is_as_on_torch(name, options):
     compare(name, shapes=SHAPES[:-1], **options)
 
@@ -104,6 +105,7 @@ RULES = {
 
 
 @pytest.mark.parametrize("name", RULES)
+@pytest.mark.few
 def test_rules_are_as_on_torch_in_ratio8(name):
     compare(name.partition("-")[0], state_format="ratio8", **RULES[name])
 
@@ -121,6 +123,7 @@ def test_without_dither_squares_are_rounded_to_nearest():
 
 @pytest.mark.parametrize("bits", [16, 24, 32])
 @pytest.mark.parametrize(("name", "shapes"), [("AdamW8bit", FEW), ("LANS8bit", [(5, 147)])])
+@pytest.mark.few
 def test_weights_are_as_on_torch(name, shapes, bits):
     more = {"dtype": torch.bfloat16, "master_weight_bits": bits, "state_format": "ratio8"}
     # Bits of a residual differ where fp32 numbers do in their last ones.

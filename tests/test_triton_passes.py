@@ -127,6 +127,7 @@ def assert_as_on_torch(got, want):
                 torch.testing.assert_close(x, y, rtol=1e-5, atol=1e-7)
 
 
+@pytest.mark.few
 def test_a_format_of_any_block_is_as_on_torch(linear8):
     got = steps("triton", linear8)
     assert set(got[2]) == {linear8}
@@ -136,6 +137,7 @@ def test_a_format_of_any_block_is_as_on_torch(linear8):
 
 
 @pytest.mark.parametrize("last", [True, False])
+@pytest.mark.few
 def test_one_moment_may_stay_exact(linear8, last, monkeypatch):
     """Beside a coded one, whichever comes first."""
     original = lowbit_optim.AdamW._rule
@@ -158,6 +160,7 @@ def test_one_moment_may_stay_exact(linear8, last, monkeypatch):
         assert_as_on_torch(got, steps("torch", format, shapes=FEW))
 
 
+@pytest.mark.few
 def test_formats_of_several_blocks_share_a_launch(linear8, monkeypatch):
     """And each tensor comes out as it does alone."""
     of = {257: DYNAMIC8, 900: FLOAT32, 5: DYNAMIC8}
