@@ -44,10 +44,10 @@ help:  ## list the targets
 demo: $(DEV)  ## train with 32-, 8- and 4-bit optimizers and compare them
 	$(PY) -m benchmarks.quality.compare $(ARGS)
 
-test: $(DEV)  ## run the tests but the slowest
+test: $(DEV)  ## run the tests that every change needs
 	$(PY) -m pytest --numprocesses $(JOBS) -m "not slow" $(ARGS)
 
-test-all: $(DEV)  ## run all tests
+test-all: $(DEV)  ## run all tests: every combination of settings, and the slow ones
 	$(PY) -m pytest --numprocesses $(JOBS) $(ARGS)
 
 # Which compiles what other tests interpret.

@@ -60,7 +60,7 @@ def _on_accelerator(name: str, value: Any) -> bool:
     """Whether a value is a tensor of one element that lies where a step does not read it back."""
     if not isinstance(value, torch.Tensor):
         return False
-    if value.numel() != 1 or value.is_complex() or value.is_meta:
+    if value.numel() != 1 or value.is_complex():
         raise ValueError(f"{name} must be a number or a real tensor of one element; got {value!r}")
     return value.device.type != "cpu"
 
@@ -78,6 +78,10 @@ def learning_rate(value: Any) -> None:
 def initial_learning_rate(value: Any) -> None:
     """Refuse a learning rate that is negative, too; a tensor is read wherever it lies."""
     learning_rate(value)
+    if isinstance(value, torch.Tensor) and value.is_meta:
+        raise ValueError(
+            f"lr must have a value, which no tensor on the meta device has; got {value!r}"
+        )
     number("lr", value.item() if isinstance(value, torch.Tensor) else value, 0.0)
 
 
@@ -140,16 +144,18 @@ def state_format(value: Any) -> None:
 
 
 def optim_bits(value: Any) -> None:
-    """Refuse bits that mean no format."""
-    one_of("optim_bits", value, tuple(OF_BITS))
+    """Refuse bits that cannot be compared, such as an array; `storage` says what they may be."""
+    if not isinstance(value, (str, Real, type(None))):
+        raise ValueError(f"optim_bits must be one of {', '.join(map(str, OF_BITS))}; got {value!r}")
 
 
 def storage(group: Mapping[str, Any]) -> None:
     """Refuse bits that mean no format, or not the one that is named beside them."""
     bits, name = group["optim_bits"], group["state_format"]
     state_format(name)
-    optim_bits(bits)
-    if name is not None and bits != FORMATS[name].bits:
+    if name is None:
+        one_of("optim_bits", bits, tuple(OF_BITS))
+    elif not is_number(bits) or bits != FORMATS[name].bits:
         raise ValueError(
             f"optim_bits and state_format must agree; got optim_bits={bits!r} and "
             f"state_format={name!r}, which has {FORMATS[name].bits} bits"

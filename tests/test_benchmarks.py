@@ -176,7 +176,6 @@ def test_speed_verifies_and_writes(tmp_path):
     assert pair["elements"] == 64_000
     assert pair["ratio"]["min"] <= pair["ratio"]["median"] <= pair["ratio"]["max"]
     assert "1,000 tensors" in result.output
-
     assert speed_program.earlier(tmp_path / "speed.json", written) == written["sections"]
     with pytest.raises(typer.BadParameter, match="is of other versions"):
         speed_program.earlier(tmp_path / "speed.json", {**written, "versions": {}})

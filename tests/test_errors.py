@@ -26,13 +26,7 @@ from protocol import (
 NAN, INF = math.nan, math.inf
 NOT_A_RATE = (-0.1, NAN, INF, 10**400, "0.1", None, True)
 EVERYWHERE = {
-    "lr": (
-        *NOT_A_RATE,
-        torch.tensor([0.1, 0.1]),
-        torch.tensor(-1.0),
-        torch.tensor(NAN),
-        torch.tensor(0.1, device="meta"),
-    ),
+    "lr": (*NOT_A_RATE, torch.tensor([0.1, 0.1]), torch.tensor(-1.0), torch.tensor(NAN)),
     "weight_decay": NOT_A_RATE,
     "optim_bits": (3, 16, "8", None, True, torch.tensor([8, 8])),
     "state_format": ("dynamic9", 8, True, ["dynamic8"], "float32\n"),
@@ -98,6 +92,11 @@ def test_a_bad_argument_of_a_group_is_named_and_nothing_is_added(case, name, val
         optimizer.add_param_group({"params": parameters(), name: value})
     assert len(optimizer.param_groups) == 1
     assert identical(snapshot(optimizer), before)
+
+
+def test_a_learning_rate_without_a_value():
+    with pytest.raises(ValueError, match="lr must have a value"):
+        lowbit_optim.SGD8bit(parameters(), lr=torch.tensor(0.1, device="meta"))
 
 
 def test_combinations_that_contradict_each_other():

@@ -186,7 +186,7 @@ def write_moments(
         for k in tl.static_range(len(FORMAT[UNITS][i][PER_BLOCK])):
             store_scales(scale_at[i][k], scales[k], inside, IN_PLACE, KINDS[KIND][WHOLE])
         kept, tops = kept + (values,), tops + (scales,)
-    for i in tl.static_range(len(FORMAT[UNITS]) - 1, -1, -1):
+    for i in tl.static_range(len(FORMAT[UNITS])):
         random = bits_of(
             kept[i], of_streams, t, block, geometry, FORMAT[UNITS][i][MOMENTS],
             KINDS[KIND][ROOM], KINDS[KIND][FAR],
