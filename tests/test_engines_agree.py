@@ -111,6 +111,7 @@ def test_half_precision(compiled, case, bits, dtype):
 @BITS
 @CLASSES
 @pytest.mark.slow_if_interpreted
+@pytest.mark.few(("case", "engine"), "bits")
 def test_all_tensors_at_once_are_as_one_by_one(engine, device, case, bits):
     """The plan over many tensors changes no bit of any of them.
 

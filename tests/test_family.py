@@ -190,7 +190,7 @@ def test_zero_gradient_and_zero_lr_move_nothing(engine, device, name, options, b
 @BITS
 @BY_VARIANT
 @pytest.mark.few_if_interpreted("name", "bits")
-@pytest.mark.few_if_compiled("name", "options", "bits")
+@pytest.mark.few(("name", "engine"), "options", "bits")
 def test_a_bad_gradient_element_damages_only_itself(engine, device, name, options, bits):
     p = parameter(device=device)
     bad = gradient(1)
@@ -205,7 +205,7 @@ def test_a_bad_gradient_element_damages_only_itself(engine, device, name, option
 
 @CLASSES
 @BITS
-@pytest.mark.few_if_compiled("name", "bits")
+@pytest.mark.few(("name", "engine"), "bits")
 def test_max_unorm_bounds_the_update(engine, device, name, bits):
     options = {"max_unorm": 0.01, "lr": 0.1, "weight_decay": 0.0}
     p = parameter(device=device)

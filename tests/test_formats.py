@@ -146,6 +146,7 @@ def test_a_dithered_code_is_right_on_average():
         assert error.max() <= 3e-3 * want.max(), name
 
 
+@pytest.mark.slow
 def test_moments_are_coded_by_their_roles():
     p = torch.nn.Parameter(torch.zeros(2, 300))
 

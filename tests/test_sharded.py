@@ -44,6 +44,7 @@ def assert_same(got, want, exact):
 
 
 @pytest.mark.parametrize("world", [2, *LARGER])
+@pytest.mark.slow
 def test_ranks_equal_one_process(world, tmp_path):
     sharded.run(world, sharded.steps_of_all, str(tmp_path))
     results = torch.load(tmp_path / f"world{world}.pt")

@@ -179,6 +179,7 @@ def test_the_others_get_an_error_when_a_rank_is_killed(moment, root):
     assert sum(written.values()) > 10_000
 
 
+@pytest.mark.slow
 def test_nothing_is_loaded_of_what_is_not_whole(root):
     """Of what the test before has left, and of a checkpoint that lacks something."""
     for moment in MOMENTS:

@@ -44,7 +44,7 @@ def test_float64_equals_the_reference(case):
 
 @BY_ID
 @pytest.mark.few_if_interpreted("case")
-@pytest.mark.few_if_compiled("case")
+@pytest.mark.few(("case", "engine"))
 def test_single_precision_equals_the_reference(engine, device, case):
     names = FEW if engine == "triton" else list(cases.TRACKS)
     tracks = [cases.TRACKS[name] for name in names]
@@ -58,7 +58,7 @@ def test_single_precision_equals_the_reference(engine, device, case):
 
 @STATEFUL
 @pytest.mark.few_if_interpreted("case")
-@pytest.mark.few_if_compiled("case")
+@pytest.mark.few(("case", "engine"))
 def test_eight_bits_equal_the_reference_through_the_codec(engine, device, case):
     """The naive rule with naively quantized moments: a code differs only by rounding at a midpoint,
     and where one does, that weight's later steps may."""
