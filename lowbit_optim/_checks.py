@@ -144,9 +144,13 @@ def state_format(value: Any) -> None:
 
 
 def optim_bits(value: Any) -> None:
-    """Refuse bits that cannot be compared, such as an array; `storage` says what they may be."""
-    if not isinstance(value, (str, Real, type(None))):
-        raise ValueError(f"optim_bits must be one of {', '.join(map(str, OF_BITS))}; got {value!r}")
+    """Refuse what is not to be compared, as several bits; `storage` says what they may be."""
+    try:
+        bool(value == 8)
+    except (RuntimeError, ValueError):
+        raise ValueError(
+            f"optim_bits must be one of {', '.join(map(str, OF_BITS))}; got {value!r}"
+        ) from None
 
 
 def storage(group: Mapping[str, Any]) -> None:
@@ -155,7 +159,7 @@ def storage(group: Mapping[str, Any]) -> None:
     state_format(name)
     if name is None:
         one_of("optim_bits", bits, tuple(OF_BITS))
-    elif not is_number(bits) or bits != FORMATS[name].bits:
+    elif bits != FORMATS[name].bits or isinstance(bits, bool):
         raise ValueError(
             f"optim_bits and state_format must agree; got optim_bits={bits!r} and "
             f"state_format={name!r}, which has {FORMATS[name].bits} bits"

@@ -35,13 +35,15 @@ def fixed_bits(bits: int, keep_argument: bool = False) -> Callable[[T], T]:
 
         def construct(build: Callable[..., None], given: dict[str, Any]) -> None:
             asked = given.pop("optim_bits", bits)
-            if not _checks.is_number(asked) or asked != bits:
+            _checks.optim_bits(asked)
+            if asked != bits:
                 raise ValueError(
                     f"optim_bits must be {bits} for {name}, got {asked!r}; use {base.__name__}, "
                     "or a parameter group's optim_bits"
                 )
             replaced = _checks.from_args(given.get("args"), "optim_bits", bits)
-            if not _checks.is_number(replaced) or replaced != bits:
+            _checks.optim_bits(replaced)
+            if replaced != bits:
                 raise ValueError(f"args.optim_bits must be {bits} for {name}, got {replaced!r}")
             format = given.get("state_format")
             _checks.state_format(format)

@@ -66,11 +66,14 @@ def covering(items, *names):
 
 
 def slow_but_few(items, mark):
-    """Mark tests that have this mark as slow, but for those that cover its arguments' values."""
+    """Mark tests that have this mark as slow, but for those that cover its arguments' values.
+
+    Of those that are not slow already, so that one of two marks does not take what the other keeps.
+    """
     alike = {}
     for item in items:
         few = item.get_closest_marker(mark)
-        if few:
+        if few and not item.get_closest_marker("slow"):
             test = item.nodeid.partition("[")[0]
             alike.setdefault((test, few.args), []).append(item)
     for (_, arguments), test in alike.items():

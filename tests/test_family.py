@@ -189,7 +189,6 @@ def test_zero_gradient_and_zero_lr_move_nothing(engine, device, name, options, b
 
 @BITS
 @BY_VARIANT
-@pytest.mark.few_if_interpreted("name", "bits")
 @pytest.mark.few(("name", "engine"), "options", "bits")
 def test_a_bad_gradient_element_damages_only_itself(engine, device, name, options, bits):
     p = parameter(device=device)

@@ -84,8 +84,6 @@ def test_lars8bit_caps_the_movement_at_two_percent(engine, device):
     [case for case in cases.ALL_CASES if case.moments and not case.moves_all],
     ids=lambda case: case.id,
 )
-@pytest.mark.few_if_interpreted("case")
-@pytest.mark.few_if_compiled("case")
 @pytest.mark.few(("case", "engine"))
 def test_a_weight_without_gradient_never_moves(engine, device, case):
     """bitsandbytes' CPU quantizer maps 0 to another number, and so moves such weights."""

@@ -218,6 +218,16 @@ def test_numpy_rates_on_the_torch_engine(name):
     assert identical(*results)
 
 
+@pytest.mark.parametrize("bits", [torch.tensor(8), np.array(8), np.int64(8)], ids=repr)
+def test_bits_as_tensors_and_arrays_of_one_number(bits):
+    for given in ({"optim_bits": bits}, {"optim_bits": bits, "state_format": "dynamic8"}):
+        p = torch.nn.Parameter(torch.ones(64, 64))
+        group = lowbit_optim.AdamW([p], **given).param_groups[0]
+        assert group["optim_bits"] == 8
+        assert lowbit_optim.AdamW8bit([p], **given).param_groups[0]["optim_bits"] == 8
+        assert lowbit_optim.AdamW([{"params": [p], **given}]).param_groups[0]["optim_bits"] == 8
+
+
 def test_numpy_in_other_places():
     groups = lowbit_optim.parameter_groups(torch.nn.Linear(3, 3), weight_decay=np.float32(0.5))
     optimizer = ADAMW(groups, lr=np.float32(0.5), min_8bit_size=np.int64(1), amsgrad=np.bool_(True))

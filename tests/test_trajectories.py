@@ -43,7 +43,6 @@ def test_float64_equals_the_reference(case):
 
 
 @BY_ID
-@pytest.mark.few_if_interpreted("case")
 @pytest.mark.few(("case", "engine"))
 def test_single_precision_equals_the_reference(engine, device, case):
     names = FEW if engine == "triton" else list(cases.TRACKS)
@@ -57,7 +56,6 @@ def test_single_precision_equals_the_reference(engine, device, case):
 
 
 @STATEFUL
-@pytest.mark.few_if_interpreted("case")
 @pytest.mark.few(("case", "engine"))
 def test_eight_bits_equal_the_reference_through_the_codec(engine, device, case):
     """The naive rule with naively quantized moments: a code differs only by rounding at a midpoint,

@@ -84,8 +84,7 @@ def assert_same(got, want, rtol, other_codes=0.001):
 
 @BITS
 @pytest.mark.parametrize("variant", ["AdamW", "LARS-trust"])
-@pytest.mark.few_if_interpreted("variant", "bits")
-@pytest.mark.few
+@pytest.mark.few_if_interpreted
 def test_every_shape_is_as_on_torch(variant, bits):
     got = walk("triton", variant, bits, SHAPES)
     # A code on the other side of a midpoint moves a weight by a fraction of lr.
