@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from typing import Any
 
-from .errors import Refused, sentence
+from .errors import Refused, quiet, sentence
 from .footprint import Model
 from .models import TORCH_DTYPES
 
@@ -59,7 +59,8 @@ def measure(model: Model, batch: str) -> str:
         raise Refused("--measure needs a model that can be built: a config.json or module:function")
     shape = tuple(map(int, batch.split("x")))
     try:
-        found = _peak(model, shape)
+        with quiet():
+            found = _peak(model, shape)
     except Exception as error:  # noqa: BLE001  # a model's code raises anything
         raise Refused(f"--measure does not work for {model.source}: {sentence(error)}") from None
     return (

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .errors import Refused, quiet_imports, sentence
+from .errors import Refused, quiet, sentence
 
 MOST_PICKLE = 64 << 20  # of the pickle, of which a tensor takes some 300 bytes
 MOST_DEPTH = 4  # of dicts and lists in which an optimizer's state is looked for
@@ -58,7 +58,8 @@ def read(path: Path) -> Any:
         if any(module.partition(".")[0] == package for module, _ in names):
             _import(package, path)
     try:
-        return torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+        with quiet():
+            return torch.load(path, map_location="cpu", weights_only=True, mmap=True)
     except UnpicklingError:
         unsafe = ", ".join(torch.serialization.get_unsafe_globals_in_checkpoint(str(path)))
         asks = f"asks for {unsafe}" if unsafe else "is damaged"
@@ -100,7 +101,7 @@ def _names(path: Path) -> list[tuple[str, str]]:
 def _import(package: str, path: Path) -> None:
     """Import a package that tells torch which of its classes may be in a checkpoint."""
     try:
-        with quiet_imports():
+        with quiet():
             importlib.import_module(f"{package}.optim")
     except ImportError:
         raise Refused(f"{path} has tensors of {package}, which is not installed") from None

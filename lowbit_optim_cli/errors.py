@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -23,10 +24,12 @@ def plural(count: int, thing: str) -> str:
 
 
 @contextmanager
-def quiet_imports() -> Iterator[None]:
-    """Silence packages whose import warns of kernels that are not for this machine."""
-    logging.disable(logging.WARNING)
+def quiet() -> Iterator[None]:
+    """Silence what other packages warn of and log: what they raise is said in a sentence."""
+    logging.disable(logging.ERROR)
     try:
-        yield
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
     finally:
         logging.disable(logging.NOTSET)

@@ -15,7 +15,7 @@ from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from lowbit_optim._groups import EMBEDDINGS
 
-from .errors import Refused, plural, quiet_imports, sentence
+from .errors import Refused, plural, quiet, sentence
 from .footprint import Model, Weight
 
 MOST_PARAMETERS = 200_000  # tensors; a model with 256 experts in 60 layers has some 50,000
@@ -57,7 +57,7 @@ def of_config(path: Path, config: dict[str, Any], dtype: str) -> Model:
         )
     with _saying(f"transformers cannot read {path}:"):
         settings = transformers.CONFIG_MAPPING[config["model_type"]].from_dict(config)
-    with quiet_imports():  # transformers imports a class when it is asked for it
+    with quiet():  # transformers imports a class when it is asked for it
         make = _class_of(config)
 
     def build() -> nn.Module:
