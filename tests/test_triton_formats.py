@@ -303,7 +303,7 @@ def test_weights_are_split_and_joined_as_on_torch(bits):
     back = torch.zeros(8192, device=DEVICE)
     split_kernel[(1,)](
         w.to(DEVICE), random_bits.to(DEVICE), high, low, back, EXTRA=kind.extra,
-        DITHERED=kind.dithered, N=8192, PTX=False,
+        DITHERED=kind.dithered, N=8192, PTX=False, **engine_triton.OPTIONS,
     )  # fmt: skip
     want, residual = weights.split(w, kind.extra, random_bits if kind.dithered else None)
     assert torch.equal(high.cpu().view(torch.int16), want.view(torch.int16))

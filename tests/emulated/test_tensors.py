@@ -9,7 +9,7 @@ from lowbit_optim_kernels import weights
 pytest.importorskip("triton", reason="the Triton engine needs the triton package")
 
 from benchmarks.static.ptx.launch import emulated
-from test_triton_formats import split_kernel, weights_of_all_kinds
+from test_triton_formats import engine_triton, split_kernel, weights_of_all_kinds
 
 SHAPES = [(4096,), (3, 272), (5, 300), (257,), (0,), ()]
 ARCHITECTURES = pytest.mark.parametrize("arch", [80, 90])
@@ -85,8 +85,9 @@ def test_weights_are_split_and_joined_as_on_torch(arch, bits):
     low = torch.zeros(len(w), dtype=kind.residual or torch.int8)
     with emulated(arch):
         split_kernel[(1,)](
-            w, random, high, low, back, EXTRA=kind.extra, DITHERED=kind.dithered, N=len(w), PTX=True
-        )
+            w, random, high, low, back, EXTRA=kind.extra, DITHERED=kind.dithered, N=len(w),
+            PTX=True, **engine_triton.OPTIONS,
+        )  # fmt: skip
     want, residual = weights.split(w, kind.extra, random if kind.dithered else None)
     number = ~w.isnan()
     assert torch.equal(high.isnan(), ~number)
