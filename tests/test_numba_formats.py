@@ -292,6 +292,23 @@ def test_random_bits_are_those_of_torch():
             assert out.tolist() == want.tolist()
 
 
+def test_blocks_are_hashed_as_one_by_one():
+    from numba import njit
+
+    from lowbit_optim_kernels.engines.numba.memory import stack
+
+    @njit
+    def both(key, step, block, k):
+        hashes = stack(64)
+        numba_dither.hash_blocks(hashes, key, step, block)
+        return numba_dither.hashed(hashes, k), numba_dither.block_bits(key, step, block + k % 16)
+
+    for block in (0, 2**32 - 5, 2**38 + 5):  # of the second some have other upper halves
+        for k in (*range(16), 35):
+            hashed, want = both(dither.tensor_key(11, 4), 2**32 + 7, block, k)
+            assert hashed == want
+
+
 @pytest.mark.parametrize("bits", [16, 24, 32])
 def test_weights_are_split_and_joined_as_on_torch(bits):
     from numba import njit

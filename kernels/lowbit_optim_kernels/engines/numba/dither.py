@@ -1,5 +1,7 @@
 """Random bits of `dither` for the Numba engine: a hash for each block, an addition for each lane.
 
+Blocks are hashed 16 at a time into memory, from where a block's bits are spread over a vector.
+
 Single numbers are int64 here, of which the low 32 bits count; vectors of bits are those of `F`.
 """
 
@@ -10,15 +12,20 @@ from numba import types
 from numba.extending import intrinsic
 
 from ...dither import ROUNDS, SPACE, TIME
-from .vector import LANES, F, constant, f32, fill, i32, i64, spread, vector
+from .vector import LANES, F, constant, f32, fill, i32, i64, pointer, spread, vector
 
 _LANES = [lane * SPACE % 2**32 for lane in range(LANES)]
 
 
 def _mix(b: ir.IRBuilder, x: ir.Value) -> ir.Value:
+    """The hash of a number, or of each lane."""
+
+    def number(value: int) -> ir.Constant:
+        return ir.Constant(i32, value) if x.type == i32 else fill(i32, value)
+
     for shift, factor in ROUNDS:
-        x = b.mul(b.xor(x, b.lshr(x, ir.Constant(i32, shift))), ir.Constant(i32, factor))
-    return b.xor(x, b.lshr(x, ir.Constant(i32, 16)))
+        x = b.mul(b.xor(x, b.lshr(x, number(shift))), number(factor))
+    return b.xor(x, b.lshr(x, number(16)))
 
 
 @intrinsic
@@ -44,9 +51,40 @@ def block_bits(typing, key, step, block):
     return types.int64(types.int64, types.int64, types.int64), emit
 
 
+@intrinsic
+def hash_blocks(typing, hashes, key, step, block):
+    """Store the `block_bits` of 16 blocks from `block` on: uint32, at an address aligned to 64."""
+
+    def emit(context, b, signature_, args):
+        block = args[3]
+        key, step, first = (b.trunc(x, i32) for x in args[1:])
+        key, first = spread(b, key), spread(b, first)
+        low = b.add(first, constant(i32, range(LANES)))
+        high = spread(b, b.trunc(b.lshr(block, ir.Constant(i64, 32)), i32))
+        high = b.sub(high, b.sext(b.icmp_unsigned("<", low, first), vector(i32)))
+        bits = b.add(_mix(b, b.xor(low, key)), _mix(b, b.add(high, key)))
+        bits = b.add(bits, spread(b, b.mul(step, ir.Constant(i32, TIME))))
+        b.store(bits, pointer(b, args[0], vector(i32)), align=64)
+        return context.get_dummy_value()
+
+    return types.void(types.int64, types.int64, types.int64, types.int64), emit
+
+
+@intrinsic
+def hashed(typing, hashes, k):
+    """The `block_bits` of a run's block k, where `hash_blocks` was given every sixteenth."""
+
+    def emit(context, b, signature_, args):
+        place = b.shl(b.and_(args[1], ir.Constant(i64, LANES - 1)), ir.Constant(i64, 2))
+        return b.zext(b.load(pointer(b, b.add(args[0], place), i32)), i64)
+
+    return types.int64(types.int64, types.int64), emit
+
+
 def _bits(b: ir.IRBuilder, base: ir.Value, lane: ir.Value) -> ir.Value:
-    first = b.add(b.trunc(base, i32), b.mul(b.trunc(lane, i32), ir.Constant(i32, SPACE)))
-    return b.add(spread(b, first), constant(i32, _LANES))
+    # The lane is mostly known, so that one addition of a constant vector is left.
+    first = spread(b, b.mul(b.trunc(lane, i32), ir.Constant(i32, SPACE)))
+    return b.add(spread(b, b.trunc(base, i32)), b.add(first, constant(i32, _LANES)))
 
 
 @intrinsic

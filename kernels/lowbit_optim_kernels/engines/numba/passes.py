@@ -29,7 +29,7 @@ from math import isfinite
 
 from numpy import float32 as f32
 
-from .dither import block_bits, random_bits, stream_key
+from .dither import block_bits, hash_blocks, hashed, random_bits, stream_key
 from .element import only_finite
 from .memory import (
     cell_f64,
@@ -87,8 +87,9 @@ def store_weights():
     w = fused(-rate, U.value, rounded(SHRINK.value, P.value))
     random = w
     if WEIGHTS.dithered and BLOCK % WEIGHT_BLOCK == 0:  # so that four vectors share a hash
-        weight_base = block_bits(weight_key, step, (weight_place >> 6) + (j >> 6))
-        random = random_bits(weight_base, j & 63)
+        if j & 1023 == 0:
+            hash_blocks(hashes, weight_key, step, (weight_place >> 6) + (j >> 6))
+        random = random_bits(hashed(hashes, j >> 6), j & 63)
     elif WEIGHTS.dithered:
         place = weight_place + j
         random = random_bits(block_bits(weight_key, step, place >> 6), place & 63)
@@ -294,6 +295,8 @@ def chunks_share(job):
     if TERMS:
         partial = read_i64(job + 80)
     scratch = stack(SCRATCH)
+    if DITHERED or WEIGHTS_DITHERED:
+        hashes = stack(HASHES)
     spare = stack(SPARES)
     run_pieces()
 

@@ -318,6 +318,8 @@ class _Passes:
             # Bytes of scratch for a moment: a block's numbers, and those of the one before.
             "ROW": 8 * self.block,
             "SCRATCH": 8 * self.block * max(1, len(self.rule.moments)),
+            # Bits of 16 blocks of the weights, and of each moment.
+            "HASHES": 64 * (1 + len(moments)),
             "SPARE": spare,
             "SPARES": spare * (3 + sum(not x.per_block for x in self.parts)),
         }  # fmt: skip

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from numpy import float32 as f32
 
-from ...engines.numba.dither import block_bits, first_bits
+from ...engines.numba.dither import first_bits, hash_blocks, hashed
 from ...engines.numba.element import INFINITY, only_finite
 from ...engines.numba.inner import inlined, inner
 from ...engines.numba.memory import enter, leave, load_f32, read_f32, stack, store_f32, write_f32
@@ -71,7 +71,9 @@ def new_scales():
     for m, scales in zip(MOMENTS, BLOCK_PARTS):
         write_f32(at[scales] + start // (BLOCK // 4), largest[m])
         if m.stream:
-            base = block_bits(key[m], step, number + start // BLOCK)
+            if start % (16 * BLOCK) == 0:
+                hash_blocks(hashes + 64 * (1 + m.row), key[m], step, number + start // BLOCK)
+            base = hashed(hashes + 64 * (1 + m.row), start // BLOCK)
             bits[m] = first_bits(base if m.signed else base + HALF)
 
 
