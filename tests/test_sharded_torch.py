@@ -197,41 +197,48 @@ def zero_resumes(rank, world, folder):
 
 
 def vectors_in_bf16(rank, world, folder):
-    """Tensors that every rank steps whole are gathered together, also when a plan is used again."""
+    """Those whose codes are cut are gathered together, in every step; others are not at all."""
     mesh = init_device_mesh("cpu", (world,))
     shapes = [(100,), (257,), (3,), (1,), (5, 7), (257,), (0,)]
     generator = torch.Generator().manual_seed(1)
     values = [torch.randn(shape, generator=generator).bfloat16() for shape in shapes * 5]
+    gather, calls = getattr(dist, ALL_GATHER), []
 
     def dealt(x):
         return distribute_tensor(x.clone(), mesh, [Shard(0)])
-
-    params = [torch.nn.Parameter(dealt(x)) for x in values]
-    plain = [torch.nn.Parameter(x.clone()) for x in values]
-    optimizer, alone = (lowbit_optim.AdamW8bit(some, lr=1e-2) for some in (params, plain))
-    gather, calls = getattr(dist, ALL_GATHER), []
 
     def counted(*args, **options):
         calls.append(args)
         return gather(*args, **options)
 
-    for step in range(4):
+    for options, gathers in (
+        ({}, 0), ({"master_weight_bits": 24}, 0), ({"min_8bit_size": 1}, 1),
+    ):  # fmt: skip
+        params = [torch.nn.Parameter(dealt(x)) for x in values]
+        plain = [torch.nn.Parameter(x.clone()) for x in values]
+        both = (lowbit_optim.AdamW8bit(some, lr=1e-2, **options) for some in (params, plain))
+        optimizer, alone = both
+        for step in range(4):
+            for p, q in zip(params, plain, strict=True):
+                if step == 2:  # by somebody else
+                    p.to_local().data.mul_(2)
+                    q.data.mul_(2)
+                q.grad = torch.randn(q.shape, generator=generator).bfloat16()
+                p.grad = dealt(q.grad)
+            calls.clear()
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(dist, ALL_GATHER, counted)
+                optimizer.step()
+            assert len(calls) == gathers
+            (plan,) = optimizer.plans.values()
+            assert plan.reused == (step > 0)
+            alone.step()
         for p, q in zip(params, plain, strict=True):
-            if step == 2:  # by somebody else
-                p.to_local().data.mul_(2)
-                q.data.mul_(2)
-            q.grad = torch.randn(q.shape, generator=generator).bfloat16()
-            p.grad = dealt(q.grad)
-        calls.clear()
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(dist, ALL_GATHER, counted)
-            optimizer.step()
-        assert len(calls) == 1
-        (plan,) = optimizer.plans.values()
-        assert plan.reused == (step > 0)
-        alone.step()
-    for p, q in zip(params, plain, strict=True):
-        assert torch.equal(p.full_tensor(), q)
+            assert torch.equal(p.full_tensor(), q)
+        assert identical(
+            sharded.everything(params, optimizer)["state"],
+            sharded.everything(plain, alone)["state"],
+        )
 
 
 CASES = (
