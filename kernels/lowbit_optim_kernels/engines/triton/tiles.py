@@ -91,13 +91,14 @@ def weight_bits(of_stream, t, piece, geometry, work, BLOCK: tl.constexpr, ROOM: 
     if BLOCK < WEIGHT_BLOCK:
         in_row = before + column * BLOCK // WEIGHT_BLOCK
         number = random.numbered(start, in_row, FAR)[:, None]
+        first = random.of_blocks(number, of_stream, FAR)
         place = (column * BLOCK % WEIGHT_BLOCK).to(tl.int32)[:, None] + lane[None, :]
     else:
         number = random.numbered(start, before + column * (BLOCK // WEIGHT_BLOCK), FAR)[:, None]
         if ROOM > WEIGHT_BLOCK:
             number += (lane // WEIGHT_BLOCK).to(number.dtype)[None, :]
+        first = random.of_blocks(number, of_stream, FAR)
         place = (lane % WEIGHT_BLOCK)[None, :]
-    first = random.of_blocks(number, of_stream, FAR)
     if SHIFTED:
         place += shift
         beyond = random.of_lanes(random.of_blocks(number + 1, of_stream, FAR), place - WEIGHT_BLOCK)
