@@ -241,9 +241,37 @@ def vectors_in_bf16(rank, world, folder):
         )
 
 
+def whole_state_of_before(rank, world, folder):
+    """Versions that gathered these vectors kept all of their state on every rank."""
+    model, params, optimizer, spread = trained(world, "AdamW8bit bf16")
+    want = state_of(params, optimizer)
+
+    def replicated(x):
+        mesh = getattr(x, "device_mesh", None)
+        return x if mesh is None else x.redistribute(mesh, [Replicate()])
+
+    def cut(x):
+        return getattr(x, "ndim", 0) == 1 and hasattr(x, "placements")
+
+    saved = optimizer.state_dict()
+    for state in saved["state"].values():
+        state.update({key: replicated(x) for key, x in state.items() if cut(x)})
+    optimizer.load_state_dict(saved)
+    assert identical(state_of(params, optimizer), want)
+    _, state = get_state_dict(model, optimizer)
+    for one in state["state"].values():
+        one.update({key: replicated(x) for key, x in one.items() if cut(x)})
+    dcp.save({"optim": state}, checkpoint_id=f"{folder}/before")
+    sharded.train(optimizer, params, range(1), spread)
+    weights, state = get_state_dict(model, optimizer)
+    dcp.load({"optim": state}, checkpoint_id=f"{folder}/before")
+    set_state_dict(model, optimizer, model_state_dict=weights, optim_state_dict=state)
+    assert identical(state_of(params, optimizer), want)
+
+
 CASES = (
     mixed_precision, overflow_on_one_rank, flattened_state_dicts, saved_meanwhile, mixed_groups,
-    zero_resumes, vectors_in_bf16,
+    zero_resumes, vectors_in_bf16, whole_state_of_before,
 )  # fmt: skip
 
 
