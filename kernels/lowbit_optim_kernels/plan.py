@@ -40,8 +40,8 @@ class Slot:
         residual: what is kept beside it, of its shape; written.
         tensor_key: of the random bits that round its moments and weights; see `dither`.
         blocks_before: the number of its first block in the global tensor.
-        weights_before: the place of its first weight there, in elements: the number of its block of
-            `WEIGHT_BLOCK`, times that, and its lane, which is 0 unless a shard was cut in a block.
+        weights_before: the place of its first weight there: `WEIGHT_BLOCK` times the number of the
+            block of random bits that it is rounded by, and the lane in that.
     """
 
     p: Tensor
@@ -62,7 +62,7 @@ class Slot:
 
     @property
     def shifted(self) -> bool:
-        """Whether its weights are rounded by blocks of which its first one is no whole one."""
+        """Whether it begins within a block of the random bits that round its weights."""
         return self.weights.dithered and self.weights_before % WEIGHT_BLOCK > 0
 
     def owned(self) -> tuple[Tensor, ...]:
