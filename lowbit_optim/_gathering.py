@@ -1,7 +1,7 @@
 """Whole copies of DTensors: those of all parameters in one collective call, or in a few.
 
-A tensor's own `full_tensor()` is a call a tensor, and a bf16 model has hundreds of vectors whose
-shards end within a block.
+A tensor's own `full_tensor()` is a call a tensor, and a model may have hundreds of vectors whose
+shards end within a block of codes.
 """
 
 from __future__ import annotations

@@ -184,8 +184,7 @@ class KeepsState(Optimizer):
         """What this rank steps of a DTensor; None for a plain tensor."""
         if not _sharding.is_dtensor(p):
             return None
-        format, weights = self._format(p, group), self._weights(p, group)
-        return Share.of(p, self._moments(group), format, weights, self.needs_whole)
+        return Share.of(p, self._moments(group), self._format(p, group), self.needs_whole)
 
     def _state_of(
         self, p: Tensor, held: Tensor, group: Mapping[str, Any], share: Share | None = None

@@ -336,8 +336,9 @@ class LowBitOptimizer(LoadsState):
             slot = self._slot(p, work, dispatch.readable(g, engine), group, state)
             if share is not None:
                 slot.groups = share.groups
-                slot.blocks_before = share.blocks_before(slot.format.block)
-                slot.weight_blocks_before = share.blocks_before(WEIGHT_BLOCK)
+                block = slot.format.block
+                slot.blocks_before = share.places_before(block) // block
+                slot.weights_before = share.places_before(WEIGHT_BLOCK)
             if dithers or slot.weights.dithered:
                 slot.tensor_key = dither.tensor_key(group["seed"], self._place(p)[0])
             batches.setdefault((work.device, engine), []).append(slot)

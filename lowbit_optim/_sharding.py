@@ -4,8 +4,9 @@ All else of the package sees plain tensors: the shard of a parameter that this r
 format of the whole one, as if it were a parameter. State that has a number an element, or a block,
 is kept as DTensors with the parameter's placements, so that checkpoints can be written and read on
 any number of ranks. Blocks restart at every row, hence a shard of rows has whole blocks. Where they
-run over a flattened tensor and a shard ends within one, or where the rule cannot go by rows, every
-rank steps the whole tensor, with the whole state: then codes are those of one process there, too.
+run over a flattened tensor and a shard ends within one of coded state, or where the rule cannot go
+by rows, every rank steps the whole tensor, with the whole state: then codes are those of one
+process there, too. Weights share no scale: their random bits are known wherever a shard begins.
 """
 
 from __future__ import annotations
@@ -25,10 +26,10 @@ from torch import Tensor
 from lowbit_optim_kernels import weights
 from lowbit_optim_kernels.formats import Format, units
 from lowbit_optim_kernels.formats.layout import Layout
-from lowbit_optim_kernels.plan import WEIGHT_BLOCK, Batch
+from lowbit_optim_kernels.plan import Batch
 from lowbit_optim_kernels.rules import Moment
 from lowbit_optim_kernels.rules import shared as _shared
-from lowbit_optim_kernels.weights import RESIDUAL_KEY, Weights
+from lowbit_optim_kernels.weights import RESIDUAL_KEY
 
 NORMS = _shared.NORMS.key
 PLAIN = {Tensor, torch.nn.Parameter}
@@ -143,26 +144,20 @@ class Share:
     Attributes:
         p: the DTensor.
         moments, format: what is kept of it.
-        weights: how it is stored itself.
         whole: whether every rank steps all of it, in a copy.
     """
 
     p: Any
     moments: tuple[Moment, ...]
     format: Format
-    weights: Weights
     whole: bool
 
     @staticmethod
-    def of(
-        p: Any, moments: tuple[Moment, ...], format: Format, weights: Weights, whole: bool
-    ) -> Share:
+    def of(p: Any, moments: tuple[Moment, ...], format: Format, whole: bool) -> Share:
         """That of a DTensor whose moments are kept in this format; `whole` if the rule needs it."""
         coded = any(not unit.format.exact for unit in units(moments, format))
-        cut = (coded and _cuts_blocks(p, format.block)) or (
-            weights.dithered and _cuts_blocks(p, WEIGHT_BLOCK)
-        )
-        return Share(p, moments, format, weights, cut or (whole and bool(_shards(p))))
+        cut = coded and _cuts_blocks(p, format.block)
+        return Share(p, moments, format, cut or (whole and bool(_shards(p))))
 
     @property
     def groups(self) -> Groups:
@@ -189,13 +184,13 @@ class Share:
         shape, offset = compute_local_shape_and_global_offset(p.shape, p.device_mesh, p.placements)
         return tuple(shape), offset[0] if offset else 0
 
-    def blocks_before(self, block: int) -> int:
-        """The number that this rank's first block has in the whole parameter."""
+    def places_before(self, block: int) -> int:
+        """Where this rank's first element is in the whole parameter; see `Layout`."""
         if self.whole:
             return 0
         (_, first), layout = self._place(), Layout.of(self.p.shape, block)
         in_row = self.p.numel() // max(1, self.p.shape[0]) if self.p.ndim else 1
-        return layout.blocks_before(first if layout.by_rows else first * in_row)
+        return layout.places_before(first if layout.by_rows else first * in_row)
 
     def written(self, work: Tensor) -> Tensor:
         """Of what has been stepped this rank's shard."""

@@ -15,7 +15,6 @@ from typing import Any
 Shape = Sequence[int]
 
 ROW_LAYOUT_MIN = 64  # elements of a row from which on blocks restart at every row
-WEIGHT_BLOCK = 64  # elements that are rounded by the random bits of one block
 BUCKET_BYTES = 64 << 20  # `release_gradients` steps when so many bytes of gradients wait
 ITEMSIZE = {"fp64": 8, "fp32": 4, "bf16": 2, "fp16": 2}
 
@@ -126,7 +125,6 @@ class Layout:
         further: how many numbers there are beside moments, where that depends on the shape.
         bits: of bf16 weights that training goes on with; None where there is no choice.
         residual: bytes for each element of a bf16 weight that are kept beside it.
-        dithered: whether bf16 weights are rounded by counted random bits.
         overrides: whether single parameters can be given 32 bits.
         bucket_bytes: gradients that wait when they are released; None where they are not.
         whole: whether every rank keeps the whole state of every parameter that is dealt out.
@@ -150,7 +148,6 @@ class Layout:
     further: Callable[[Shape], int] | None = None
     bits: int | None = None
     residual: int = 0
-    dithered: bool = False
     overrides: bool = False
     bucket_bytes: int | None = None
     whole: bool = False
@@ -175,15 +172,13 @@ class Layout:
     def kept_whole(self, weight: Weight, shards: int, coded: bool) -> bool:
         """Whether every rank keeps a parameter's whole state.
 
-        It does where the rule needs whole tensors, and where a shard would end in a block.
+        It does where the rule needs whole tensors, and where a shard would end in a coded block.
         """
         if self.whole:
             return True
         if not self.own or shards == 1 or not weight.shape or _has_rows(weight.shape):
             return False
-        sizes = [self.coded.block] if coded and self.coded else []
-        sizes += [WEIGHT_BLOCK] if self.dithered and weight.dtype == "bf16" else []
-        return any(_cuts(weight.shape, shards, size) for size in sizes)
+        return coded and self.coded is not None and _cuts(weight.shape, shards, self.coded.block)
 
 
 def _cuts(shape: Shape, shards: int, block: int) -> bool:

@@ -89,7 +89,7 @@ def own(family: str, format: str, bits: int | None) -> Layout:
         OWN, family, f"{family}{BITS[format]}bit", format, len(roles),
         coded=storage(roles, format), exact=roles.count("exact"), least_width=4,
         fixed=STEP_BYTES + FIXED.get(family, 0), further=FURTHER.get(family), bits=bits,
-        residual=RESIDUAL_BYTES[bits], dithered=bits in (16, 24), overrides=True, own=True,
+        residual=RESIDUAL_BYTES[bits], overrides=True, own=True,
         bucket_bytes=None if family in EAGER else BUCKET_BYTES, whole=family in EAGER,
     )  # fmt: skip
 

@@ -14,14 +14,13 @@ from lowbit_optim_cli.footprint import (
     BUCKET_BYTES,
     ITEMSIZE,
     ROW_LAYOUT_MIN,
-    WEIGHT_BLOCK,
     Footprint,
     Weight,
     footprint,
     largest_bucket,
     shard,
 )
-from lowbit_optim_kernels import formats, plan
+from lowbit_optim_kernels import formats
 from lowbit_optim_kernels.formats import layout
 
 DTYPES = {
@@ -94,7 +93,6 @@ def test_rows_have_names_of_classes():
 
 def test_the_constants_are_those_of_the_package():
     assert ROW_LAYOUT_MIN == layout.ROW_LAYOUT_MIN
-    assert WEIGHT_BLOCK == plan.WEIGHT_BLOCK
     assert BUCKET_BYTES == lowbit_optim._release.BUCKET_BYTES
     assert {key: DTYPES[key].itemsize for key in ITEMSIZE} == ITEMSIZE
     for format, bits in optimizers.BITS.items():

@@ -206,7 +206,7 @@ def slot_of(shape, format, bits, p, g, before=0, weights_before=0):
     return Slot(
         p.clone(), g, format, tuple(state), torch.tensor(2**32 - 2), layout.rows, layout.row,
         p.numel(), weights=kept, residual=residual, tensor_key=0x12345678, blocks_before=before,
-        weight_blocks_before=weights_before,
+        weights_before=weights_before,
     )  # fmt: skip
 
 
@@ -228,19 +228,20 @@ def test_a_shard_is_a_piece_of_the_whole(format, row):
     generator = torch.Generator().manual_seed(0)
     p, g = (torch.randn(8, row, generator=generator).bfloat16() for _ in range(2))
     first = 2**32 - 4 * -(-row // format.block)
-    whole = slot_of((8, row), format, 24, p, g, first, 2**32 - 4 * -(-row // WEIGHT_BLOCK))
+    in_row = -(-row // WEIGHT_BLOCK) * WEIGHT_BLOCK
+    whole = slot_of((8, row), format, 24, p, g, first, 2**32 * WEIGHT_BLOCK - 4 * in_row)
     layouts = [Layout.of((8, row), block) for block in (format.block, WEIGHT_BLOCK)]
-    before = [x.blocks_before(5) for x in layouts]
+    before = [x.places_before(5) for x in layouts]
     part = slot_of(
         (3, row),
         format,
         24,
         p[5:],
         g[5:],
-        first + before[0],
-        whole.weight_blocks_before + before[1],
+        first + before[0] // format.block,
+        whole.weights_before + before[1],
     )
-    want = stepped("torch", slot_of((8, row), format, 24, p, g, first, whole.weight_blocks_before))
+    want = stepped("torch", slot_of((8, row), format, 24, p, g, first, whole.weights_before))
     got, piece = stepped("numba", whole), stepped("numba", part)
     for x, y, z in zip(got, piece, want, strict=True):
         assert torch.equal(x[5:], y)

@@ -197,46 +197,81 @@ def zero_resumes(rank, world, folder):
 
 
 def vectors_in_bf16(rank, world, folder):
-    """Tensors that every rank steps whole are gathered together, also when a plan is used again."""
+    """Those whose codes are cut are gathered together, in every step; others are not at all."""
     mesh = init_device_mesh("cpu", (world,))
     shapes = [(100,), (257,), (3,), (1,), (5, 7), (257,), (0,)]
     generator = torch.Generator().manual_seed(1)
     values = [torch.randn(shape, generator=generator).bfloat16() for shape in shapes * 5]
+    gather, calls = getattr(dist, ALL_GATHER), []
 
     def dealt(x):
         return distribute_tensor(x.clone(), mesh, [Shard(0)])
-
-    params = [torch.nn.Parameter(dealt(x)) for x in values]
-    plain = [torch.nn.Parameter(x.clone()) for x in values]
-    optimizer, alone = (lowbit_optim.AdamW8bit(some, lr=1e-2) for some in (params, plain))
-    gather, calls = getattr(dist, ALL_GATHER), []
 
     def counted(*args, **options):
         calls.append(args)
         return gather(*args, **options)
 
-    for step in range(4):
+    for options, gathers in (
+        ({}, 0), ({"master_weight_bits": 24}, 0), ({"min_8bit_size": 1}, 1),
+    ):  # fmt: skip
+        params = [torch.nn.Parameter(dealt(x)) for x in values]
+        plain = [torch.nn.Parameter(x.clone()) for x in values]
+        both = (lowbit_optim.AdamW8bit(some, lr=1e-2, **options) for some in (params, plain))
+        optimizer, alone = both
+        for step in range(4):
+            for p, q in zip(params, plain, strict=True):
+                if step == 2:  # by somebody else
+                    p.to_local().data.mul_(2)
+                    q.data.mul_(2)
+                q.grad = torch.randn(q.shape, generator=generator).bfloat16()
+                p.grad = dealt(q.grad)
+            calls.clear()
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(dist, ALL_GATHER, counted)
+                optimizer.step()
+            assert len(calls) == gathers
+            (plan,) = optimizer.plans.values()
+            assert plan.reused == (step > 0)
+            alone.step()
         for p, q in zip(params, plain, strict=True):
-            if step == 2:  # by somebody else
-                p.to_local().data.mul_(2)
-                q.data.mul_(2)
-            q.grad = torch.randn(q.shape, generator=generator).bfloat16()
-            p.grad = dealt(q.grad)
-        calls.clear()
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(dist, ALL_GATHER, counted)
-            optimizer.step()
-        assert len(calls) == 1
-        (plan,) = optimizer.plans.values()
-        assert plan.reused == (step > 0)
-        alone.step()
-    for p, q in zip(params, plain, strict=True):
-        assert torch.equal(p.full_tensor(), q)
+            assert torch.equal(p.full_tensor(), q)
+        assert identical(
+            sharded.everything(params, optimizer)["state"],
+            sharded.everything(plain, alone)["state"],
+        )
+
+
+def whole_state_of_before(rank, world, folder):
+    """Versions that gathered these vectors kept all of their state on every rank."""
+    model, params, optimizer, spread = trained(world, "AdamW8bit bf16")
+    want = state_of(params, optimizer)
+
+    def replicated(x):
+        mesh = getattr(x, "device_mesh", None)
+        return x if mesh is None else x.redistribute(mesh, [Replicate()])
+
+    def cut(x):
+        return getattr(x, "ndim", 0) == 1 and hasattr(x, "placements")
+
+    saved = optimizer.state_dict()
+    for state in saved["state"].values():
+        state.update({key: replicated(x) for key, x in state.items() if cut(x)})
+    optimizer.load_state_dict(saved)
+    assert identical(state_of(params, optimizer), want)
+    _, state = get_state_dict(model, optimizer)
+    for one in state["state"].values():
+        one.update({key: replicated(x) for key, x in one.items() if cut(x)})
+    dcp.save({"optim": state}, checkpoint_id=f"{folder}/before")
+    sharded.train(optimizer, params, range(1), spread)
+    weights, state = get_state_dict(model, optimizer)
+    dcp.load({"optim": state}, checkpoint_id=f"{folder}/before")
+    set_state_dict(model, optimizer, model_state_dict=weights, optim_state_dict=state)
+    assert identical(state_of(params, optimizer), want)
 
 
 CASES = (
     mixed_precision, overflow_on_one_rank, flattened_state_dicts, saved_meanwhile, mixed_groups,
-    zero_resumes, vectors_in_bf16,
+    zero_resumes, vectors_in_bf16, whole_state_of_before,
 )  # fmt: skip
 
 

@@ -20,6 +20,7 @@ from lowbit_optim_kernels.engines.triton import engine as engine_triton
 from lowbit_optim_kernels.engines.triton import grid, random
 from lowbit_optim_kernels.formats import dynamic8
 from lowbit_optim_kernels.formats.dynamic8 import triton_tables
+from lowbit_optim_kernels.plan import WEIGHT_BLOCK
 from lowbit_optim_kernels.weights import triton as triton_weights
 
 pytestmark = pytest.mark.gpu
@@ -228,7 +229,7 @@ def test_a_whole_row_of_blocks_counts_on():
 
         def start(batch):
             for slot in batch.slots:
-                slot.blocks_before = slot.weight_blocks_before = 2 * 3
+                slot.blocks_before, slot.weights_before = 2 * 3, 2 * 3 * WEIGHT_BLOCK
             return original(batch)
 
         with pytest.MonkeyPatch.context() as patch:

@@ -39,7 +39,7 @@ class Case:
 
 CASES = {
     "fp32": Case(torch.float32, 64),
-    "bf16": Case(torch.bfloat16, 100),  # of more ranks cut within blocks, and so stepped whole
+    "bf16": Case(torch.bfloat16, 100),  # of more ranks cut within blocks of random bits
     "coded": Case(torch.float32, 4096),  # the smallest that are kept in 8 bits
 }
 
@@ -70,8 +70,20 @@ def _vectors(case: Case, ranks: int, shards: bool) -> list[Tensor]:
     return list(model.parameters())
 
 
+def _bind(rank: int, ranks: int) -> None:
+    """Keep a process on its share of the cores, where there is one for each rank.
+
+    Elsewhere the kernel may wake two ranks on one core, where they wait for each other.
+    """
+    cores = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
+    if len(cores) >= ranks:
+        os.sched_setaffinity(0, cores[rank::ranks])
+
+
 def _rank(rank: int, ranks: int, spec: dict) -> None:
     """Time all pairs on one rank; the first one writes what the slowest took in each round."""
+    if spec["bind"]:
+        _bind(rank, ranks)  # and the threads that gloo is going to start
     torch.set_num_threads(1)
     folder = Path(spec["folder"])
     address = f"file://{folder}/rendezvous{ranks}"
@@ -134,6 +146,7 @@ def main(
     case: Annotated[list[str] | None, typer.Option(help=f"{', '.join(CASES)}")] = None,
     ranks: Annotated[list[int] | None, typer.Option(min=1, help="repeatable; 1 and 2")] = None,
     rounds: Annotated[int, typer.Option(min=1, help="timed steps of each of a pair")] = 30,
+    bind: Annotated[bool, typer.Option(help="keep each rank on cores of its own")] = True,
     out: Annotated[Path, typer.Option(help="folder for sharded.json")] = report.LOCAL,
 ) -> None:
     """Time the step of 1,000 small sharded tensors beside the unsharded step."""
@@ -147,12 +160,13 @@ def main(
     except ValueError as error:
         raise typer.BadParameter(str(error)) from error
     errors = {e.name: verify.verify(e, e.learning_rate("mnist"), CPU) for e in entries}
-    spec = {"optimizers": list(errors), "cases": case or list(CASES), "rounds": rounds}
-    pairs = time_all(spec, ranks or [1, 2])
+    chosen = {"optimizers": list(errors), "cases": case or list(CASES)}
+    pairs = time_all({**chosen, "rounds": rounds, "bind": bind}, ranks or [1, 2])
     console.print(table(pairs), highlight=False, soft_wrap=True)
     if report.busy_note(load):
         console.print(report.busy_note(load))
     options = {"optimizer": optimizer, "case": case, "ranks": ranks, "rounds": rounds}
+    options |= {} if bind else {"no-bind": True}
     written = {
         **report.origin("benchmarks.speed.sharded", options),
         "load_before": load, "tensors": TENSORS, "verified": errors, "pairs": pairs,

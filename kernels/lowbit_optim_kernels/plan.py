@@ -39,8 +39,9 @@ class Slot:
         weights: how p is stored.
         residual: what is kept beside it, of its shape; written.
         tensor_key: of the random bits that round its moments and weights; see `dither`.
-        blocks_before, weight_blocks_before: the number of its first block in the global tensor, by
-            the format's blocks and by those of `WEIGHT_BLOCK`, which `weights` are rounded in.
+        blocks_before: the number of its first block in the global tensor.
+        weights_before: the place of its first weight there: `WEIGHT_BLOCK` times the number of the
+            block of random bits that it is rounded by, and the lane in that.
     """
 
     p: Tensor
@@ -57,7 +58,12 @@ class Slot:
     residual: Tensor | None = None
     tensor_key: int = 0
     blocks_before: int = 0
-    weight_blocks_before: int = 0
+    weights_before: int = 0
+
+    @property
+    def shifted(self) -> bool:
+        """Whether it begins within a block of the random bits that round its weights."""
+        return self.weights.dithered and self.weights_before % WEIGHT_BLOCK > 0
 
     def owned(self) -> tuple[Tensor, ...]:
         """The tensors of the state."""
@@ -170,7 +176,7 @@ class Batch:
         kinds = [
             (
                 s.p.dtype, s.g.dtype, s.format, s.weights, aligned, s.rows, s.row, s.numel,
-                s.tensor_key, s.blocks_before, s.weight_blocks_before,
+                s.tensor_key, s.blocks_before, s.weights_before,
             )
             for s, aligned in zip(self.slots, self.aligned, strict=True)
         ]  # fmt: skip

@@ -14,6 +14,7 @@ import torch
 import cases
 import design
 import lowbit_optim
+import test_cut_vectors
 
 pytest.importorskip("triton", reason="the Triton engine needs the triton package")
 
@@ -210,6 +211,15 @@ def test_a_group_of_many_kinds_steps_each_tensor_as_alone(name):
         results.append([x for p in params for x in (p.detach(), *state[p].values())])
     for together, alone in zip(*results, strict=True):
         assert torch.equal(together, alone)
+
+
+@pytest.mark.parametrize(
+    ("origin", "bits"), [*zip(test_cut_vectors.ORIGINS, (16, 24), strict=True)]
+)
+def test_pieces_of_a_vector_are_stepped_as_in_the_whole(origin, bits):
+    with emulated(90) as emulation:
+        test_cut_vectors.assert_whole("triton", "cpu", origin, bits)
+    assert_clean(emulation)
 
 
 def test_a_kernel_without_its_barriers_has_races(monkeypatch):

@@ -141,7 +141,8 @@ class Random:
     Attributes:
         tensor_key: the parameter's.
         step: the number of the step, from 1.
-        before: the number of its first block in the whole parameter.
+        before: the number of its first block in the whole parameter; of weights, the place of its
+            first element there.
         device: where the bits are wanted.
     """
 
@@ -168,8 +169,9 @@ class Random:
     def of_weights(self, span: Span, shape: tuple[int, int]) -> Tensor:
         """32 bits for each weight of a span, (rows, columns)."""
         rows, columns = self._at(span, shape)
-        numbers = rows[:, None] * -(-shape[1] // WEIGHT_BLOCK) + columns // WEIGHT_BLOCK
-        return self._bits(dither.WEIGHT, self.before + numbers, columns % WEIGHT_BLOCK)
+        in_row = -(-shape[1] // WEIGHT_BLOCK) * WEIGHT_BLOCK
+        places = self.before + rows[:, None] * in_row + columns
+        return self._bits(dither.WEIGHT, places // WEIGHT_BLOCK, places % WEIGHT_BLOCK)
 
     def _at(self, span: Span, shape: tuple[int, int]) -> tuple[Tensor, Tensor]:
         """Numbers of the span's rows and columns."""
@@ -360,7 +362,7 @@ class TorchRun:
         p, residual = self._weights(slot, span)
         random = None
         if slot.weights.dithered:
-            weights = Random(slot.tensor_key, slot.step, slot.weight_blocks_before, self.device)
+            weights = Random(slot.tensor_key, slot.step, slot.weights_before, self.device)
             random = weights.of_weights(span, (slot.rows, slot.row))
         slot.weights.write(new_p, p, residual, random)
         of_moments = Random(slot.tensor_key, slot.step, slot.blocks_before, self.device)

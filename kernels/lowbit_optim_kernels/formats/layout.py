@@ -44,12 +44,12 @@ class Layout:
         """Blocks in a row, the last of which may be short."""
         return -(-self.row // self.block)
 
-    def blocks_before(self, first: int) -> int:
-        """How many blocks there are before a row of dimension 0.
+    def places_before(self, first: int) -> int:
+        """How many elements whole blocks have room for before a row of dimension 0.
 
-        Of a flattened tensor, where no shard begins within a block, before this element.
+        Of a flattened tensor, where a shard may begin within a block, the elements before this one.
         """
-        return first * self.blocks_per_row if self.by_rows else first // self.block
+        return first * self.blocks_per_row * self.block if self.by_rows else first
 
     @property
     def scales_shape(self) -> tuple[int, ...]:

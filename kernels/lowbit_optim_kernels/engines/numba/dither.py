@@ -12,6 +12,7 @@ from numba import types
 from numba.extending import intrinsic
 
 from ...dither import ROUNDS, SPACE, TIME
+from ...plan import WEIGHT_BLOCK
 from .vector import LANES, F, constant, f32, fill, i32, i64, pointer, spread, vector
 
 _LANES = [lane * SPACE % 2**32 for lane in range(LANES)]
@@ -95,6 +96,20 @@ def random_bits(typing, base, lane):
         return b.bitcast(_bits(b, *args), vector(f32))
 
     return F(types.int64, types.int64), emit
+
+
+@intrinsic
+def random_bits_of_two(typing, base, following, lane):
+    """`random_bits` of a block of WEIGHT_BLOCK, and from its end on of the following one."""
+
+    def emit(context, b, signature_, args):
+        base, following, lane = args
+        left = b.sub(ir.Constant(i64, WEIGHT_BLOCK), lane)
+        within = b.icmp_signed("<", constant(i32, range(LANES)), spread(b, b.trunc(left, i32)))
+        bits = b.select(within, _bits(b, base, lane), _bits(b, following, b.neg(left)))
+        return b.bitcast(bits, vector(f32))
+
+    return F(types.int64, types.int64, types.int64), emit
 
 
 @intrinsic

@@ -60,9 +60,9 @@ def _scalars(rule: Rule) -> ModuleType:
 
 @cache
 def _elements(
-    rule: Rule, p_kind: str, g_kind: str, format: Format, stored: weights.Weights
+    rule: Rule, p_kind: str, g_kind: str, format: Format, stored: weights.Weights, shifted: bool
 ) -> ModuleType:
-    source = numba_source.element_module(rule, p_kind, g_kind, format, stored)
+    source = numba_source.element_module(rule, p_kind, g_kind, format, stored, shifted)
     return import_source(f"{rule.name}_{p_kind}_{g_kind}_{format.name}", source, _depends(format))
 
 
@@ -120,7 +120,7 @@ def _geometry(slot: Slot) -> tuple[int, ...]:
     whole = math.lcm(block, WEIGHT_BLOCK) if slot.weights.dithered else block
     if row % whole == 0:
         rows, row = 1, rows * row
-    numbers = (slot.tensor_key, slot.blocks_before, slot.weight_blocks_before)
+    numbers = (slot.tensor_key, slot.blocks_before, slot.weights_before)
     return rows, row, -(-row // block), slot.numel, *numbers
 
 
@@ -133,7 +133,7 @@ def _make_plan(batch: Batch) -> _Plan:
     slots, rule = batch.slots, batch.rule
     members: dict[tuple, list[int]] = {}
     for t, slot in enumerate(slots):
-        kinds = (KIND[slot.p.dtype], KIND[slot.g.dtype], slot.format, slot.weights)
+        kinds = (KIND[slot.p.dtype], KIND[slot.g.dtype], slot.format, slot.weights, slot.shifted)
         members.setdefault(kinds, []).append(t)
     names = [f"reduce_{k}" for k in range(len(rule.phases))]
     names.append("update")

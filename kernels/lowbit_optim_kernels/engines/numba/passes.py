@@ -7,7 +7,7 @@ tensors:
 
     address   int64   (tensors, ...)  p, g, step, the state's tensors, what lasts
     geometry  int64   (tensors, 7)    rows, row, blocks per row, global numel, `Slot.tensor_key`,
-                                      `blocks_before`, `weight_blocks_before`
+                                      `blocks_before`, `weights_before`
     hyper     float64 (...)           hyperparameters
     scalars   float64 (tensors, ...)  gscale, then what the rule's scalar functions give
     chunks    int64   (chunks, 3)     tensor, first block, number of blocks
@@ -21,6 +21,7 @@ whose module names a template of its own (`PASSES`) replaces functions of this o
 What is rounded by dither takes its random bits by numbers of blocks in the whole tensor: `number`
 is that of a run's first block. A parameter's own blocks, of 64, may begin within one of the
 format's, so `weight_place` is 64 times the number of the one where the run begins, and its lane.
+They are APART from the format's where those are no multiple of 64, and in a shard cut within one.
 """
 
 from __future__ import annotations
@@ -29,7 +30,14 @@ from math import isfinite
 
 from numpy import float32 as f32
 
-from .dither import block_bits, hash_blocks, hashed, random_bits, stream_key
+from .dither import (
+    block_bits,
+    hash_blocks,
+    hashed,
+    random_bits,
+    random_bits_of_two,
+    stream_key,
+)
 from .element import only_finite
 from .memory import (
     cell_f64,
@@ -86,13 +94,15 @@ def update_elements():
 def store_weights():
     w = fused(-rate, U.value, rounded(SHRINK.value, P.value))
     random = w
-    if WEIGHTS.dithered and BLOCK % WEIGHT_BLOCK == 0:  # so that four vectors share a hash
+    if WEIGHTS.dithered and not APART:
         if j & 1023 == 0:
             hash_blocks(hashes, weight_key, step, (weight_place >> 6) + (j >> 6))
         random = random_bits(hashed(hashes, j >> 6), j & 63)
     elif WEIGHTS.dithered:
         place = weight_place + j
-        random = random_bits(block_bits(weight_key, step, place >> 6), place & 63)
+        weight_base = block_bits(weight_key, step, place >> 6)
+        following = block_bits(weight_key, step, (place + 15) >> 6)
+        random = random_bits_of_two(weight_base, following, place & 63)
     P.split(
         at[P] + P.width * j, at[RESIDUAL] + RESIDUAL.width * j if WEIGHTS.extra else 0, w, random
     )
@@ -236,8 +246,8 @@ def run_chunks():
                 number = cell_i64(geometry, t, GEOMETRY, 5) + b
             if WEIGHTS_DITHERED:
                 weight_row = (tensor_row + (WEIGHT_BLOCK - 1)) // WEIGHT_BLOCK
-                weight_place = cell_i64(geometry, t, GEOMETRY, 6) + b // per_row * weight_row
-                weight_place = weight_place * WEIGHT_BLOCK + column
+                weight_place = cell_i64(geometry, t, GEOMETRY, 6) + column
+                weight_place += b // per_row * weight_row * WEIGHT_BLOCK
             for x in BLOCK_PARTS:
                 at[x] = cell_i64(address, t, ADDRESS_COLUMNS, x.column) + x.width * b
             for x in OPERANDS:

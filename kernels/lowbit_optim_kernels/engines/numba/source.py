@@ -195,8 +195,9 @@ def codec_module(format: Format) -> str:
 
 
 def element_module(
-    rule: Rule, p_kind: str, g_kind: str, format: Format, weights: Weights = PLAIN
-) -> str:
+    rule: Rule, p_kind: str, g_kind: str, format: Format, weights: Weights = PLAIN,
+    shifted: bool = False,
+) -> str:  # fmt: skip
     """Text of the module with the rule's passes over elements: `update`, `reduce_0`, ....
 
     Args:
@@ -205,6 +206,7 @@ def element_module(
         g_kind: how the gradient is.
         format: how moments are stored that need not stay exact.
         weights: how the parameter is, beside its dtype.
+        shifted: whether it may begin within a block of its random bits.
 
     Raises:
         NotImplementedError: if the format has no code for this engine, or blocks that are no
@@ -214,7 +216,7 @@ def element_module(
     if coded and (not format.numba or format.block % LANES):
         raise NotImplementedError(f"the numba engine cannot run the state format {format.name!r}")
     writer = _writer(format if coded else None)
-    passes = _Passes(writer, rule, p_kind, g_kind, format, weights)
+    passes = _Passes(writer, rule, p_kind, g_kind, format, weights, shifted)
     for k, phase in enumerate(rule.phases):
         passes.add(f"reduce_{k}", phase)
     passes.add("update", None)
@@ -240,9 +242,10 @@ class _Passes:
         g_kind: str,
         format: Format,
         weights: Weights,
+        shifted: bool,
     ) -> None:
         self.writer, self.rule, self.block, self.bits = writer, rule, format.block, format.bits
-        self.weights = weights
+        self.weights, self.apart = weights, shifted or format.block % WEIGHT_BLOCK > 0
         self.p_kind, self.g_kind = p_kind, g_kind
         self.coded: Unit | None = None
         self.parts: list[Item] = []  # of all units
@@ -305,7 +308,8 @@ class _Passes:
             "SHRINK": Item(key="shrink"), "RATE": Item(key="rate"),
             "MOMENTS": moments, "DITHERED": dithered,
             "WEIGHTS": self.weights, "WEIGHTS_DITHERED": weights_dithered,
-            "WEIGHT": WEIGHT, "WEIGHT_BLOCK": WEIGHT_BLOCK, "BITS": self.bits,
+            "WEIGHT": WEIGHT, "WEIGHT_BLOCK": WEIGHT_BLOCK, "APART": self.apart,
+            "BITS": self.bits,
             "SIGNED": tuple(m.signed for m in coded),
             "EXACT": self.exact if has_state else (),
             "ELEMENT_PARTS": tuple(x for x in per_element if x not in self.exact),

@@ -53,6 +53,7 @@ class Kind(NamedTuple):
         far: whether numbers of blocks, which random bits are made of, take more than 32 bits.
         blocks: LINE, FULL or SHORT.
         short: elements that a tile has room for in a SHORT block.
+        shifted: whether p may begin within a block of its random bits.
     """
 
     p: torch.dtype
@@ -64,6 +65,7 @@ class Kind(NamedTuple):
     far: bool = False
     blocks: int = LINE
     short: int = 0
+    shifted: bool = False
 
     @property
     def room(self) -> int:
@@ -151,7 +153,8 @@ def _is_far(slot: Slot) -> bool:
     """Whether a block of a slot has a number of more than 32 bits."""
     blocks = slot.rows * -(-slot.row // slot.format.block)
     of_weights = slot.rows * -(-slot.row // WEIGHT_BLOCK)
-    last = max(slot.blocks_before + blocks, slot.weight_blocks_before + of_weights)
+    of_weights += -(-slot.weights_before // WEIGHT_BLOCK)
+    last = max(slot.blocks_before + blocks, of_weights)
     return last > FAR
 
 
@@ -165,9 +168,10 @@ def _runs(slot: Slot, row: int, rows: int, aligned: bool) -> Iterator[Run]:
     which, per_row = (FULL, full) if rows > 1 else (LINE, -(-row // block))
     whole, tiles = rows * full // in_tile, -(-rows * per_row // in_tile)
     if whole:
-        yield Run(Kind(*of_kind, True, at_once, *more, which), 0, whole, 0, per_row)
+        kind = Kind(*of_kind, True, at_once, *more, which, shifted=slot.shifted)
+        yield Run(kind, 0, whole, 0, per_row)
     if whole < tiles:
-        kind = Kind(*of_kind, False, align, *more, which)
+        kind = Kind(*of_kind, False, align, *more, which, shifted=slot.shifted)
         yield Run(kind, whole, tiles - whole, whole * in_tile, per_row)
     if rest and rows > 1:
         room = max(NARROWEST, 1 << (rest - 1).bit_length())
@@ -193,8 +197,8 @@ def of(slots: Sequence[Slot], moments: tuple[Moment, ...], aligned: Sequence[boo
 
 def _order(kind: Kind) -> tuple:
     """Whole tiles first; one order of the same kinds, so that they share a specialization."""
-    p, g, format, whole, align, weights, far, blocks, short = kind
-    stored = str(p), str(g), weights.bits or 0, far
+    p, g, format, whole, align, weights, far, blocks, short, shifted = kind
+    stored = str(p), str(g), weights.bits or 0, far, shifted
     return not whole, blocks, format.bits, format.name, -align, short, stored
 
 
@@ -251,6 +255,7 @@ def constants(kinds: tuple[Kind, ...]) -> dict[str, Any]:
                 *_lengths(kind),
                 kind.room,
                 kind.blocks,
+                kind.shifted,
             )
             for kind, piece in zip(kinds, pieces(kinds), strict=True)
         )

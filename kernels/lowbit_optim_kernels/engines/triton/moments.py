@@ -11,7 +11,7 @@ from .tiles import load, moment_bits, operand, pointer, store
 # Of a kind, and of its weights.
 P_TYPE, G_TYPE, FORMAT, WHOLE, ALIGN, PIECE, FAR = (tl.constexpr(i) for i in range(7))
 SPLIT, EXTRA, DITHERED, LOW_TYPE, RUN, BARE_RUN = (tl.constexpr(i) for i in range(7, 13))
-ROOM, BLOCKS = tl.constexpr(13), tl.constexpr(14)
+ROOM, BLOCKS, SHIFTED = (tl.constexpr(i) for i in range(13, 16))
 BLOCK, UNITS, ORDER, INEXACT = (tl.constexpr(i) for i in range(4))  # of a format
 # Of a unit, of each of its tensors, and of its format's functions.
 CODEC, MOMENTS, EXACT, INDEX, ELEMENTS, PER_BLOCK, TABLE = (tl.constexpr(i) for i in range(7))

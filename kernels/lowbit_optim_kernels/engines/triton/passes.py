@@ -5,7 +5,8 @@ room for TILE elements: as many blocks of its tensor's format. Tables on the dev
 
     address   int64 (tensors, ...)   p, g, step, then columns that `plan.state_columns` deals out
     geometry  int64 (tensors, 7)     row, rows, first tile, global numel, key and numbers of the
-                                     first blocks of its random bits
+                                     first blocks of its random bits; of weights that are SHIFTED
+                                     the place of the first element
     hyper     fp64  (...)            hyperparameters
     scalars   fp64  (tensors, ...)   gscale, live, then what the rule's scalar functions give
     floats    fp32  (tensors, ...)   the same, and the hyperparameters that elements need; two
@@ -19,11 +20,11 @@ A tile's blocks are neighbours in a tensor of one row (LINE), full blocks of row
 short ones that rows end in (SHORT), for which it has just as much ROOM as a power of two that they
 fit in. It is WHOLE when its blocks are full and all there: it needs no mask. Every block starts at
 a multiple of ALIGN elements, which is 16, 4 or 1. These, the dtypes of p and g, how weights are
-stored, the format, and whether numbers of blocks may be FAR, of more than 32 bits, are a tile's
-kind. With one kind in a launch all is one function in the machine code. With several there is one
-for each: were they inlined, the compiler would give the tiles of all kinds one layout, and with it
-other accesses and another order of sums than a kind has alone. So a tensor's bits do not depend on
-its neighbours.
+stored, the format, whether numbers of blocks may be FAR, of more than 32 bits, and whether p is
+SHIFTED, a shard that was cut within a block of its random bits, are a tile's kind. With one kind in
+a launch all is one function in the machine code. With several there is one for each: were they
+inlined, the compiler would give the tiles of all kinds one layout, and with it other accesses and
+another order of sums than a kind has alone. So a tensor's bits do not depend on its neighbours.
 
 `bindings` writes the kernels, each a call of a function here with constants: a RULE and the FORMATS
 are tuples, and what stands where in them is named below. A function of a rule or of a format is
@@ -55,6 +56,7 @@ from .moments import (
     PIECE,
     ROOM,
     RUN,
+    SHIFTED,
     SPLIT,
     UNITS,
     WHOLE,
@@ -201,7 +203,7 @@ def update_blocks(
     if KINDS[KIND][DITHERED]:  # the first stream is theirs
         bits = weight_bits(
             of_streams, t, piece, geometry, work, FORMAT[BLOCK], KINDS[KIND][ROOM],
-            KINDS[KIND][BLOCKS], NB, KINDS[KIND][FAR],
+            KINDS[KIND][BLOCKS], NB, KINDS[KIND][FAR], KINDS[KIND][SHIFTED],
         )  # fmt: skip
     high, low = stored_weights.write(
         new, bits, TYPES[KINDS[KIND][P_TYPE]], KINDS[KIND][SPLIT],

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from ...codegen.analysis import element_functions, element_scalars, hyper_names, reads
 from ...dither import WEIGHT
-from ...plan import Batch, G, address_columns
+from ...plan import WEIGHT_BLOCK, Batch, G, Slot, address_columns
 from ...rules import Rule, RuleFunction
 from . import grid
 
@@ -171,12 +171,17 @@ def lanes(rule: Rule, fn: RuleFunction) -> int:
     return 1 if histories.intersection(reads(fn)) else LANES
 
 
+def _weights_before(slot: Slot) -> int:
+    """What `geometry` has of a slot's first weight: the number of its block, or its place."""
+    return slot.weights_before if slot.shifted else slot.weights_before // WEIGHT_BLOCK
+
+
 def _make(batch: Batch) -> Plan:
     slots, device = batch.slots, batch.device
     tiling = grid.of(slots, batch.rule.moments, batch.aligned)
     tiles = np.array(tiling.tiles, dtype=np.int64)
     columns_of = [
-        (*shape, first, slot.numel, slot.tensor_key, slot.blocks_before, slot.weight_blocks_before)
+        (*shape, first, slot.numel, slot.tensor_key, slot.blocks_before, _weights_before(slot))
         for shape, first, slot in zip(tiling.shapes, np.cumsum(tiles) - tiles, slots, strict=True)
     ]
     width = SCALARS + len(batch.rule.scalars())

@@ -73,18 +73,25 @@ def moment_bits(of_stream, t, block, geometry, ROOM: tl.constexpr, FAR: tl.const
 
 @triton.jit
 def weight_bits(of_stream, t, piece, geometry, work, BLOCK: tl.constexpr, ROOM: tl.constexpr,
-                BLOCKS: tl.constexpr, NB: tl.constexpr, FAR: tl.constexpr):  # fmt: skip
-    """The random bits that round the weights of the NB blocks of a tile from `piece` on."""
+                BLOCKS: tl.constexpr, NB: tl.constexpr, FAR: tl.constexpr,
+                SHIFTED: tl.constexpr):  # fmt: skip
+    """The random bits that round the weights of the NB blocks of a tile from `piece` on.
+
+    Of a SHIFTED tensor each 64 of them are in two blocks.
+    """
     lane = tl.arange(0, ROOM)
     line, _first, down, column = blocks_of(t, piece, geometry, work, BLOCK, BLOCKS, NB)
     row = tl.load(geometry + t * GEOMETRY + ROW)
     before = (line + down) * ((row + (WEIGHT_BLOCK - 1)) // WEIGHT_BLOCK)
     column = column.to(tl.int64)
     start = tl.load(geometry + t * GEOMETRY + WEIGHTS_BEFORE)
+    if SHIFTED:
+        shift = (start % WEIGHT_BLOCK).to(tl.int32)
+        start = start // WEIGHT_BLOCK
     if BLOCK < WEIGHT_BLOCK:
         in_row = before + column * BLOCK // WEIGHT_BLOCK
-        number = random.numbered(start, in_row, FAR)
-        first = random.of_blocks(number, of_stream, FAR)[:, None]
+        number = random.numbered(start, in_row, FAR)[:, None]
+        first = random.of_blocks(number, of_stream, FAR)
         place = (column * BLOCK % WEIGHT_BLOCK).to(tl.int32)[:, None] + lane[None, :]
     else:
         number = random.numbered(start, before + column * (BLOCK // WEIGHT_BLOCK), FAR)[:, None]
@@ -92,7 +99,12 @@ def weight_bits(of_stream, t, piece, geometry, work, BLOCK: tl.constexpr, ROOM: 
             number += (lane // WEIGHT_BLOCK).to(number.dtype)[None, :]
         first = random.of_blocks(number, of_stream, FAR)
         place = (lane % WEIGHT_BLOCK)[None, :]
-    return random.of_lanes(first, place)
+    if SHIFTED:
+        place += shift
+        beyond = random.of_lanes(random.of_blocks(number + 1, of_stream, FAR), place - WEIGHT_BLOCK)
+        return tl.where(place < WEIGHT_BLOCK, random.of_lanes(first, place), beyond)
+    else:  # noqa: RET505 (Triton takes a second return only in the other branch)
+        return random.of_lanes(first, place)
 
 
 @triton.jit
