@@ -12,6 +12,7 @@ from .scalars import BEFORE, GEOMETRY, ROW, ROWS, WEIGHTS_BEFORE
 WORK, WEIGHT_BLOCK = tl.constexpr(grid.WORK), tl.constexpr(WEIGHT_BLOCK)
 LINE, FULL, SHORT = (tl.constexpr(x) for x in (grid.LINE, grid.FULL, grid.SHORT))
 TYPES = tl.constexpr(tuple(grid.TYPES.values()))  # a dtype is a number in tuples
+WARP = tl.constexpr(32)  # NVIDIA's
 
 
 @triton.jit
@@ -114,26 +115,55 @@ def operand(row_at, base, at, COLUMN: tl.constexpr, TYPE: tl.constexpr, ALIGN: t
     """Addresses of a tile's elements in one tensor; a thread takes at most RUN in a row.
 
     Those of blocks come first: what is added for an element then is a number in its instructions.
+    Unaligned blocks are accessed by single elements, and `dealt`: a warp takes neighbours, or half
+    of it, where a format asks for a RUN of 16 because what is done once a block costs it most.
     """
     # Here and not by a function: a hint for what a call gives is lost when the call is inlined.
     first = tl.load(row_at + COLUMN).to(tl.pointer_type(TYPES[TYPE]))
     start, lane = at
     # Of a pointer a multiple counts bytes; tensors are aligned unless ALIGN is 1.
     here = (tl.multiple_of(first, 16 if ALIGN > 1 else 1) + base) + start
-    return tl.max_contiguous(here[:, None] + lane[None, :], (1, RUN))
+    here = here[:, None] + lane[None, :]
+    if ALIGN > 1:
+        return tl.max_contiguous(here, (1, RUN))
+    else:  # noqa: RET505 (Triton takes a second return only in the other branch)
+        return dealt(here, min(here.shape[1], WARP // 2 if RUN == 16 else WARP))
+
+
+@triton.jit
+def dealt(x, LANES: tl.constexpr):
+    """A tile [blocks, elements] as [..., blocks, LANES], of which a thread has the first dimension.
+
+    For accesses of single elements: LANES of a warp take neighbours, and a thread every LANES-th
+    element of a block. Of a tile in two dimensions the compiler would give it an element of each of
+    many blocks, and what is done once a block would be done as often as there are elements.
+    """
+    BY_THREAD: tl.constexpr = x.shape[1] // LANES
+    return tl.permute(tl.reshape(x, [x.shape[0], BY_THREAD, LANES]), [1, 0, 2])
+
+
+@triton.jit
+def joined(x):
+    """A `dealt` tile as [blocks, elements]."""
+    return tl.reshape(tl.permute(x, [1, 0, 2]), [x.shape[1], x.shape[0] * x.shape[2]])
 
 
 @triton.jit
 def load(at, mask, PAD: tl.constexpr, WHOLE: tl.constexpr):
-    if WHOLE:
-        return tl.load(at)
-    else:  # noqa: RET505
-        return tl.load(at, mask=mask, other=PAD)
+    """What is at the addresses of a tile, or of one number a block; PAD outside of the mask."""
+    DEALT: tl.constexpr = len(at.shape) == 3
+    if DEALT and not WHOLE:
+        mask = dealt(mask, at.shape[2])
+    x = tl.load(at) if WHOLE else tl.load(at, mask=mask, other=PAD)
+    return joined(x) if DEALT else x
 
 
 @triton.jit
 def store(at, x, mask, WHOLE: tl.constexpr):
+    DEALT: tl.constexpr = len(at.shape) == 3
+    if DEALT:
+        x = dealt(x, at.shape[2])
     if WHOLE:
         tl.store(at, x)
     else:
-        tl.store(at, x, mask=mask)
+        tl.store(at, x, mask=dealt(mask, at.shape[2]) if DEALT else mask)
