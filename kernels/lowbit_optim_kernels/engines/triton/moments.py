@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 
 from .primitives import AT_ONCE, STREAM, abs, finite
-from .tiles import WARP, load, moment_bits, operand, pointer, store
+from .tiles import WARP, load, moment_bits, operand, pointer, store, threads_of_block
 
 # Of a kind, and of its weights.
 P_TYPE, G_TYPE, FORMAT, WHOLE, ALIGN, PIECE, FAR = (tl.constexpr(i) for i in range(7))
@@ -169,12 +169,12 @@ def write_moments(
     if len(FORMAT[INEXACT]) > 0:
         inexact = or_zero(pick(moments, FORMAT[INEXACT]), PTX)
         moments = replaced(moments, FORMAT[INEXACT], inexact)
-    RUN_HERE: tl.constexpr = min(KINDS[KIND][RUN], KINDS[KIND][ALIGN])
-    # No thread has an element of another one, and a warp has all of a block. (A thread has several
-    # unaligned blocks, whose addresses would take registers.)
+    OF_BLOCK: tl.constexpr = threads_of_block(FORMAT[BLOCK], KINDS[KIND][ALIGN], KINDS[KIND][RUN])
+    # No thread has an element of another one, and a warp has all of a block. (Of unaligned blocks
+    # a thread has several, whose addresses would take registers.)
     IN_PLACE: tl.constexpr = (
-        PTX and KINDS[KIND][WHOLE] and RUN_HERE > 1 and FORMAT[BLOCK] <= WARP * RUN_HERE
-        and KINDS[KIND][PIECE] * FORMAT[BLOCK] >= THREADS * RUN_HERE
+        PTX and KINDS[KIND][WHOLE] and KINDS[KIND][ALIGN] > 1 and OF_BLOCK <= WARP
+        and KINDS[KIND][PIECE] * OF_BLOCK >= THREADS
     )  # fmt: skip
     kept, tops = (), ()
     for i in tl.static_range(len(FORMAT[UNITS])):

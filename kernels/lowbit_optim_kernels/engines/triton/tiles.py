@@ -5,14 +5,58 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from ...plan import WEIGHT_BLOCK
+from ...plan import ALIGNMENT, WEIGHT_BLOCK
 from . import grid, random
 from .scalars import BEFORE, GEOMETRY, ROW, ROWS, WEIGHTS_BEFORE
 
 WORK, WEIGHT_BLOCK = tl.constexpr(grid.WORK), tl.constexpr(WEIGHT_BLOCK)
+ALIGNED = tl.constexpr(ALIGNMENT)
 LINE, FULL, SHORT = (tl.constexpr(x) for x in (grid.LINE, grid.FULL, grid.SHORT))
 TYPES = tl.constexpr(tuple(grid.TYPES.values()))  # a dtype is a number in tuples
 WARP = tl.constexpr(32)  # NVIDIA's
+
+
+@triton.jit
+def threads_of_block(ELEMENTS: tl.constexpr, ALIGN: tl.constexpr, RUN: tl.constexpr):
+    """How many threads have elements of one block.
+
+    Where blocks start at multiples of 1 or 4, as many as a warp has: fewer where a format asks for
+    a RUN of 16, because what is done once a block costs it most.
+    """
+    if ALIGN == ALIGNED:
+        return ELEMENTS // min(RUN, ALIGN)
+    elif RUN == 16:  # noqa: RET505 (Triton takes a second return only in the other branch)
+        return min(ELEMENTS, 16 if ALIGN == 1 else 32) // ALIGN
+    else:
+        return min(ELEMENTS // ALIGN, WARP)
+
+
+@triton.jit
+def dealt(x, ALIGN: tl.constexpr, THREADS: tl.constexpr):
+    """A tile [blocks, elements] as [..., blocks, neighbours], the first dimension of a thread.
+
+    So neighbouring threads take ALIGN elements each, and a thread more of the same block. Of a tile
+    in two dimensions the compiler would give it elements of many blocks, and what is done once a
+    block would be done up to as often as there are elements.
+    """
+    ROW: tl.constexpr = THREADS * ALIGN
+    BY_THREAD: tl.constexpr = x.shape[1] // ROW
+    x = tl.permute(tl.reshape(x, [x.shape[0], BY_THREAD, ROW]), [1, 0, 2])
+    if x.dtype.is_ptr():
+        BYTES: tl.constexpr = x.dtype.element_ty.primitive_bitwidth // 8
+        x = tl.multiple_of(tl.max_contiguous(x, (1, 1, ALIGN)), (1, 1, ALIGN * BYTES))
+    elif x.dtype == tl.int1:
+        x = tl.max_constancy(x, (1, 1, ALIGN))
+    return x
+
+
+@triton.jit
+def joined(x):
+    """A tile as [blocks, elements], if it is `dealt`."""
+    if len(x.shape) == 3:
+        return tl.reshape(tl.permute(x, [1, 0, 2]), [x.shape[1], x.shape[0] * x.shape[2]])
+    else:  # noqa: RET505 (Triton takes a second return only in the other branch)
+        return x
 
 
 @triton.jit
@@ -39,7 +83,7 @@ def blocks_of(t, piece, geometry, work, BLOCK: tl.constexpr, BLOCKS: tl.constexp
 @triton.jit
 def place(t, piece, geometry, work, BLOCK: tl.constexpr, ROOM: tl.constexpr,
           BLOCKS: tl.constexpr, WHOLE: tl.constexpr, ALIGN: tl.constexpr,
-          NB: tl.constexpr):  # fmt: skip
+          RUN: tl.constexpr, NB: tl.constexpr):  # fmt: skip
     """Where the NB blocks of a tile from `piece` on are: offsets, block numbers, masks.
 
     The offsets are one of the tile and, added to it, those of blocks and of elements in a block.
@@ -61,6 +105,8 @@ def place(t, piece, geometry, work, BLOCK: tl.constexpr, ROOM: tl.constexpr,
         size = tl.where(line + down < tl.load(geometry + t * GEOMETRY + ROWS), size, 0)
         inside = size > 0
         mask = lane[None, :] < tl.multiple_of(tl.maximum(size, 0), ALIGN)[:, None]
+        if ALIGN < ALIGNED:
+            mask = dealt(mask, ALIGN, threads_of_block(ROOM, ALIGN, RUN))
     return base, (start, lane), block, inside, mask
 
 
@@ -115,8 +161,6 @@ def operand(row_at, base, at, COLUMN: tl.constexpr, TYPE: tl.constexpr, ALIGN: t
     """Addresses of a tile's elements in one tensor; a thread takes at most RUN in a row.
 
     Those of blocks come first: what is added for an element then is a number in its instructions.
-    Unaligned blocks are accessed by single elements, and `dealt`: a warp takes neighbours, or half
-    of it, where a format asks for a RUN of 16 because what is done once a block costs it most.
     """
     # Here and not by a function: a hint for what a call gives is lost when the call is inlined.
     first = tl.load(row_at + COLUMN).to(tl.pointer_type(TYPES[TYPE]))
@@ -124,46 +168,23 @@ def operand(row_at, base, at, COLUMN: tl.constexpr, TYPE: tl.constexpr, ALIGN: t
     # Of a pointer a multiple counts bytes; tensors are aligned unless ALIGN is 1.
     here = (tl.multiple_of(first, 16 if ALIGN > 1 else 1) + base) + start
     here = here[:, None] + lane[None, :]
-    if ALIGN > 1:
-        return tl.max_contiguous(here, (1, RUN))
+    if ALIGN < ALIGNED:
+        return dealt(here, ALIGN, threads_of_block(here.shape[1], ALIGN, RUN))
     else:  # noqa: RET505 (Triton takes a second return only in the other branch)
-        return dealt(here, min(here.shape[1], WARP // 2 if RUN == 16 else WARP))
-
-
-@triton.jit
-def dealt(x, LANES: tl.constexpr):
-    """A tile [blocks, elements] as [..., blocks, LANES], of which a thread has the first dimension.
-
-    For accesses of single elements: LANES of a warp take neighbours, and a thread every LANES-th
-    element of a block. Of a tile in two dimensions the compiler would give it an element of each of
-    many blocks, and what is done once a block would be done as often as there are elements.
-    """
-    BY_THREAD: tl.constexpr = x.shape[1] // LANES
-    return tl.permute(tl.reshape(x, [x.shape[0], BY_THREAD, LANES]), [1, 0, 2])
-
-
-@triton.jit
-def joined(x):
-    """A `dealt` tile as [blocks, elements]."""
-    return tl.reshape(tl.permute(x, [1, 0, 2]), [x.shape[1], x.shape[0] * x.shape[2]])
+        return tl.max_contiguous(here, (1, RUN))
 
 
 @triton.jit
 def load(at, mask, PAD: tl.constexpr, WHOLE: tl.constexpr):
     """What is at the addresses of a tile, or of one number a block; PAD outside of the mask."""
-    DEALT: tl.constexpr = len(at.shape) == 3
-    if DEALT and not WHOLE:
-        mask = dealt(mask, at.shape[2])
-    x = tl.load(at) if WHOLE else tl.load(at, mask=mask, other=PAD)
-    return joined(x) if DEALT else x
+    return joined(tl.load(at) if WHOLE else tl.load(at, mask=mask, other=PAD))
 
 
 @triton.jit
 def store(at, x, mask, WHOLE: tl.constexpr):
-    DEALT: tl.constexpr = len(at.shape) == 3
-    if DEALT:
-        x = dealt(x, at.shape[2])
+    if len(at.shape) == 3:
+        x = dealt(x, 1, at.shape[2])
     if WHOLE:
         tl.store(at, x)
     else:
-        tl.store(at, x, mask=dealt(mask, at.shape[2]) if DEALT else mask)
+        tl.store(at, x, mask=mask)
