@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 
 from .primitives import AT_ONCE, STREAM, abs, finite
-from .tiles import WARP, load, moment_bits, operand, pointer, store, threads_of_block
+from .tiles import ALIGNED, WARP, load, moment_bits, operand, pointer, store
 
 # Of a kind, and of its weights.
 P_TYPE, G_TYPE, FORMAT, WHOLE, ALIGN, PIECE, FAR = (tl.constexpr(i) for i in range(7))
@@ -169,12 +169,13 @@ def write_moments(
     if len(FORMAT[INEXACT]) > 0:
         inexact = or_zero(pick(moments, FORMAT[INEXACT]), PTX)
         moments = replaced(moments, FORMAT[INEXACT], inexact)
-    OF_BLOCK: tl.constexpr = threads_of_block(FORMAT[BLOCK], KINDS[KIND][ALIGN], KINDS[KIND][RUN])
-    # No thread has an element of another one, and a warp has all of a block. (Of unaligned blocks
-    # a thread has several, whose addresses would take registers.)
+    RUN_HERE: tl.constexpr = KINDS[KIND][RUN]
+    # No thread has an element of another one, and a warp has all of a block. (Of blocks that are
+    # dealt a thread may have several, whose addresses would take registers.)
     IN_PLACE: tl.constexpr = (
-        PTX and KINDS[KIND][WHOLE] and KINDS[KIND][ALIGN] > 1 and OF_BLOCK <= WARP
-        and KINDS[KIND][PIECE] * OF_BLOCK >= THREADS
+        PTX and KINDS[KIND][WHOLE] and KINDS[KIND][ALIGN] == ALIGNED
+        and FORMAT[BLOCK] <= WARP * RUN_HERE
+        and KINDS[KIND][PIECE] * FORMAT[BLOCK] >= THREADS * RUN_HERE
     )  # fmt: skip
     kept, tops = (), ()
     for i in tl.static_range(len(FORMAT[UNITS])):
