@@ -18,16 +18,14 @@ WARP = tl.constexpr(32)  # NVIDIA's
 
 @triton.jit
 def threads_of_block(ELEMENTS: tl.constexpr, ALIGN: tl.constexpr, RUN: tl.constexpr):
-    """How many threads have elements of one block.
+    """How many threads have elements of one block that starts at a multiple of 1 or 4.
 
-    Where blocks start at multiples of 1 or 4, as many as a warp has: fewer where a format asks for
-    a RUN of 16, because what is done once a block costs it most.
+    As many as a warp has: fewer where a format asks for a RUN of 16, because what is done once a
+    block costs it most.
     """
-    if ALIGN == ALIGNED:
-        return ELEMENTS // min(RUN, ALIGN)
-    elif RUN == 16:  # noqa: RET505 (Triton takes a second return only in the other branch)
+    if RUN == 16:
         return min(ELEMENTS, 16 if ALIGN == 1 else 32) // ALIGN
-    else:
+    else:  # noqa: RET505 (Triton takes a second return only in the other branch)
         return min(ELEMENTS // ALIGN, WARP)
 
 
