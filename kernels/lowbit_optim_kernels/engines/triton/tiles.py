@@ -17,27 +17,13 @@ WARP = tl.constexpr(32)  # NVIDIA's
 
 
 @triton.jit
-def threads_of_block(ELEMENTS: tl.constexpr, ALIGN: tl.constexpr, RUN: tl.constexpr):
-    """How many threads have elements of one block that starts at a multiple of 1 or 4.
-
-    As many as a warp has: fewer where a format asks for a RUN of 16, because what is done once a
-    block costs it most.
-    """
-    if RUN == 16:
-        return min(ELEMENTS, 16 if ALIGN == 1 else 32) // ALIGN
-    else:  # noqa: RET505 (Triton takes a second return only in the other branch)
-        return min(ELEMENTS // ALIGN, WARP)
-
-
-@triton.jit
-def dealt(x, ALIGN: tl.constexpr, THREADS: tl.constexpr):
+def in_rows(x, ALIGN: tl.constexpr, ROW: tl.constexpr):
     """A tile [blocks, elements] as [..., blocks, neighbours], the first dimension of a thread.
 
     So neighbouring threads take ALIGN elements each, and a thread more of the same block. Of a tile
     in two dimensions the compiler would give it elements of many blocks, and what is done once a
     block would be done up to as often as there are elements.
     """
-    ROW: tl.constexpr = THREADS * ALIGN
     BY_THREAD: tl.constexpr = x.shape[1] // ROW
     x = tl.permute(tl.reshape(x, [x.shape[0], BY_THREAD, ROW]), [1, 0, 2])
     if x.dtype.is_ptr():
@@ -49,8 +35,19 @@ def dealt(x, ALIGN: tl.constexpr, THREADS: tl.constexpr):
 
 
 @triton.jit
+def dealt(x, ALIGN: tl.constexpr, RUN: tl.constexpr):
+    """A tile whose blocks start at multiples of 1 or 4, `in_rows` of all that a warp takes at once.
+
+    They are shorter where a format asks for a RUN of 16: what is done once a block costs it most.
+    """
+    MOST: tl.constexpr = WARP * ALIGN if RUN < 16 else (16 if ALIGN == 1 else 32)
+    ROW: tl.constexpr = min(x.shape[1], MOST)
+    return in_rows(x, ALIGN, ROW)
+
+
+@triton.jit
 def joined(x):
-    """A tile as [blocks, elements], if it is `dealt`."""
+    """A tile as [blocks, elements], if it is `in_rows`."""
     if len(x.shape) == 3:
         return tl.reshape(tl.permute(x, [1, 0, 2]), [x.shape[1], x.shape[0] * x.shape[2]])
     else:  # noqa: RET505 (Triton takes a second return only in the other branch)
@@ -104,7 +101,7 @@ def place(t, piece, geometry, work, BLOCK: tl.constexpr, ROOM: tl.constexpr,
         inside = size > 0
         mask = lane[None, :] < tl.multiple_of(tl.maximum(size, 0), ALIGN)[:, None]
         if ALIGN < ALIGNED:
-            mask = dealt(mask, ALIGN, threads_of_block(ROOM, ALIGN, RUN))
+            mask = dealt(mask, ALIGN, RUN)
     return base, (start, lane), block, inside, mask
 
 
@@ -167,7 +164,7 @@ def operand(row_at, base, at, COLUMN: tl.constexpr, TYPE: tl.constexpr, ALIGN: t
     here = (tl.multiple_of(first, 16 if ALIGN > 1 else 1) + base) + start
     here = here[:, None] + lane[None, :]
     if ALIGN < ALIGNED:
-        return dealt(here, ALIGN, threads_of_block(here.shape[1], ALIGN, RUN))
+        return dealt(here, ALIGN, RUN)
     else:  # noqa: RET505 (Triton takes a second return only in the other branch)
         return tl.max_contiguous(here, (1, RUN))
 
@@ -181,7 +178,7 @@ def load(at, mask, PAD: tl.constexpr, WHOLE: tl.constexpr):
 @triton.jit
 def store(at, x, mask, WHOLE: tl.constexpr):
     if len(at.shape) == 3:
-        x = dealt(x, 1, at.shape[2])
+        x = in_rows(x, 1, at.shape[2])
     if WHOLE:
         tl.store(at, x)
     else:
