@@ -28,7 +28,7 @@ def in_rows(x, ALIGN: tl.constexpr, ROW: tl.constexpr):
     x = tl.permute(tl.reshape(x, [x.shape[0], BY_THREAD, ROW]), [1, 0, 2])
     if x.dtype.is_ptr():
         BYTES: tl.constexpr = x.dtype.element_ty.primitive_bitwidth // 8
-        x = tl.multiple_of(tl.max_contiguous(x, (1, 1, ALIGN)), (1, 1, ALIGN * BYTES))
+        x = tl.multiple_of(tl.max_contiguous(x, (1, 1, ROW)), (1, 1, ALIGN * BYTES))
     elif x.dtype == tl.int1:
         x = tl.max_constancy(x, (1, 1, ALIGN))
     return x
