@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 
 from .primitives import AT_ONCE, STREAM, abs, finite
-from .tiles import load, moment_bits, operand, pointer, store
+from .tiles import ALIGNED, WARP, load, moment_bits, operand, pointer, store
 
 # Of a kind, and of its weights.
 P_TYPE, G_TYPE, FORMAT, WHOLE, ALIGN, PIECE, FAR = (tl.constexpr(i) for i in range(7))
@@ -81,7 +81,6 @@ def _only_finite(moments: int) -> str:
     return f"{text}{test}@q bra good; {each}good: }}"
 
 
-WARP = tl.constexpr(32)  # NVIDIA's
 THREADS = tl.constexpr(4 * WARP.value)  # of a program
 OF_ONE, OF_TWO = (tl.constexpr(_only_finite(k)) for k in (1, 2))
 ONE, TWO = (
@@ -170,10 +169,12 @@ def write_moments(
     if len(FORMAT[INEXACT]) > 0:
         inexact = or_zero(pick(moments, FORMAT[INEXACT]), PTX)
         moments = replaced(moments, FORMAT[INEXACT], inexact)
-    RUN_HERE: tl.constexpr = min(KINDS[KIND][RUN], KINDS[KIND][ALIGN])
-    # No thread has an element of another one, and a warp has all of a block.
+    RUN_HERE: tl.constexpr = KINDS[KIND][RUN]
+    # No thread has an element of another one, and a warp has all of a block. (Of blocks that are
+    # dealt a thread may have several, whose addresses would take registers.)
     IN_PLACE: tl.constexpr = (
-        PTX and KINDS[KIND][WHOLE] and FORMAT[BLOCK] <= WARP * RUN_HERE
+        PTX and KINDS[KIND][WHOLE] and KINDS[KIND][ALIGN] == ALIGNED
+        and FORMAT[BLOCK] <= WARP * RUN_HERE
         and KINDS[KIND][PIECE] * FORMAT[BLOCK] >= THREADS * RUN_HERE
     )  # fmt: skip
     kept, tops = (), ()

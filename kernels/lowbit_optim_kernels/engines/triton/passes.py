@@ -66,7 +66,18 @@ from .moments import (
 )
 from .primitives import fused, negative, only_finite, total, widen
 from .scalars import FIRST_TILE, GEOMETRY, GSCALE, LIVE
-from .tiles import SHORT, TYPES, WORK, load, number_at, operand, place, store, weight_bits
+from .tiles import (
+    SHORT,
+    TYPES,
+    WORK,
+    joined,
+    load,
+    number_at,
+    operand,
+    place,
+    store,
+    weight_bits,
+)
 
 NUMBER, TILE = tl.constexpr(grid.NUMBER), tl.constexpr(grid.TILE)
 # Columns of `address`.
@@ -129,9 +140,10 @@ def read(
     Scalars, p, g, and moments in the rule's order; the addresses of p, its residual and the tensors
     of each unit; and which blocks and elements there are.
     """
+    RUN_HERE: tl.constexpr = KINDS[KIND][RUN if RULE[LOADS][2] else BARE_RUN]
     base, at, block, inside, mask = place(
         t, piece, geometry, work, FORMAT[BLOCK], KINDS[KIND][ROOM], KINDS[KIND][BLOCKS],
-        KINDS[KIND][WHOLE], KINDS[KIND][ALIGN], NB,
+        KINDS[KIND][WHOLE], KINDS[KIND][ALIGN], RUN_HERE, NB,
     )  # fmt: skip
     row_at = address + t * RULE[STRIDE]
     row_of = floats + t * RULE[WIDTH]
@@ -142,7 +154,6 @@ def read(
         else:
             values = values + (number_at(row_of, RULE[SCALARS][i][0]),)
     p_at, low_at, p, g, low = base, base, base, base, base  # of what is not read, anything
-    RUN_HERE: tl.constexpr = KINDS[KIND][RUN if RULE[LOADS][2] else BARE_RUN]
     if RULE[LOADS][0]:
         p_at = operand(row_at, base, at, P, KINDS[KIND][P_TYPE], KINDS[KIND][ALIGN], RUN_HERE)
         p = load(p_at, mask, 0, KINDS[KIND][WHOLE])
@@ -283,7 +294,7 @@ def clean(term, mask, CLEAN: tl.constexpr, WHOLE: tl.constexpr):
     if CLEAN:
         term = only_finite(term)
     if not WHOLE:
-        term = tl.where(mask, term, 0.0)
+        term = tl.where(joined(mask), term, 0.0)
     return term
 
 

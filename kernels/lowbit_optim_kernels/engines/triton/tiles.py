@@ -5,13 +5,53 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from ...plan import WEIGHT_BLOCK
+from ...plan import ALIGNMENT, WEIGHT_BLOCK
 from . import grid, random
 from .scalars import BEFORE, GEOMETRY, ROW, ROWS, WEIGHTS_BEFORE
 
 WORK, WEIGHT_BLOCK = tl.constexpr(grid.WORK), tl.constexpr(WEIGHT_BLOCK)
+ALIGNED = tl.constexpr(ALIGNMENT)
 LINE, FULL, SHORT = (tl.constexpr(x) for x in (grid.LINE, grid.FULL, grid.SHORT))
 TYPES = tl.constexpr(tuple(grid.TYPES.values()))  # a dtype is a number in tuples
+WARP = tl.constexpr(32)  # NVIDIA's
+
+
+@triton.jit
+def in_rows(x, ALIGN: tl.constexpr, ROW: tl.constexpr):
+    """A tile [blocks, elements] as [..., blocks, neighbours], the first dimension of a thread.
+
+    So neighbouring threads take ALIGN elements each, and a thread more of the same block. Of a tile
+    in two dimensions the compiler would give it elements of many blocks, and what is done once a
+    block would be done up to as often as there are elements.
+    """
+    BY_THREAD: tl.constexpr = x.shape[1] // ROW
+    x = tl.permute(tl.reshape(x, [x.shape[0], BY_THREAD, ROW]), [1, 0, 2])
+    if x.dtype.is_ptr():
+        BYTES: tl.constexpr = x.dtype.element_ty.primitive_bitwidth // 8
+        x = tl.multiple_of(tl.max_contiguous(x, (1, 1, ROW)), (1, 1, ALIGN * BYTES))
+    elif x.dtype == tl.int1:
+        x = tl.max_constancy(x, (1, 1, ALIGN))
+    return x
+
+
+@triton.jit
+def dealt(x, ALIGN: tl.constexpr, RUN: tl.constexpr):
+    """A tile whose blocks start at multiples of 1 or 4, `in_rows` of all that a warp takes at once.
+
+    They are shorter where a format asks for a RUN of 16: what is done once a block costs it most.
+    """
+    MOST: tl.constexpr = WARP * ALIGN if RUN < 16 else (16 if ALIGN == 1 else 32)
+    ROW: tl.constexpr = min(x.shape[1], MOST)
+    return in_rows(x, ALIGN, ROW)
+
+
+@triton.jit
+def joined(x):
+    """A tile as [blocks, elements], if it is `in_rows`."""
+    if len(x.shape) == 3:
+        return tl.reshape(tl.permute(x, [1, 0, 2]), [x.shape[1], x.shape[0] * x.shape[2]])
+    else:  # noqa: RET505 (Triton takes a second return only in the other branch)
+        return x
 
 
 @triton.jit
@@ -38,7 +78,7 @@ def blocks_of(t, piece, geometry, work, BLOCK: tl.constexpr, BLOCKS: tl.constexp
 @triton.jit
 def place(t, piece, geometry, work, BLOCK: tl.constexpr, ROOM: tl.constexpr,
           BLOCKS: tl.constexpr, WHOLE: tl.constexpr, ALIGN: tl.constexpr,
-          NB: tl.constexpr):  # fmt: skip
+          RUN: tl.constexpr, NB: tl.constexpr):  # fmt: skip
     """Where the NB blocks of a tile from `piece` on are: offsets, block numbers, masks.
 
     The offsets are one of the tile and, added to it, those of blocks and of elements in a block.
@@ -60,6 +100,8 @@ def place(t, piece, geometry, work, BLOCK: tl.constexpr, ROOM: tl.constexpr,
         size = tl.where(line + down < tl.load(geometry + t * GEOMETRY + ROWS), size, 0)
         inside = size > 0
         mask = lane[None, :] < tl.multiple_of(tl.maximum(size, 0), ALIGN)[:, None]
+        if ALIGN < ALIGNED:
+            mask = dealt(mask, ALIGN, RUN)
     return base, (start, lane), block, inside, mask
 
 
@@ -132,19 +174,23 @@ def operand(row_at, base, at, COLUMN: tl.constexpr, TYPE: tl.constexpr, ALIGN: t
     start, lane = at
     # Of a pointer a multiple counts bytes; tensors are aligned unless ALIGN is 1.
     here = (tl.multiple_of(first, 16 if ALIGN > 1 else 1) + base) + start
-    return tl.max_contiguous(here[:, None] + lane[None, :], (1, RUN))
+    here = here[:, None] + lane[None, :]
+    if ALIGN < ALIGNED:
+        return dealt(here, ALIGN, RUN)
+    else:  # noqa: RET505 (Triton takes a second return only in the other branch)
+        return tl.max_contiguous(here, (1, RUN))
 
 
 @triton.jit
 def load(at, mask, PAD: tl.constexpr, WHOLE: tl.constexpr):
-    if WHOLE:
-        return tl.load(at)
-    else:  # noqa: RET505
-        return tl.load(at, mask=mask, other=PAD)
+    """What is at the addresses of a tile, or of one number a block; PAD outside of the mask."""
+    return joined(tl.load(at) if WHOLE else tl.load(at, mask=mask, other=PAD))
 
 
 @triton.jit
 def store(at, x, mask, WHOLE: tl.constexpr):
+    if len(at.shape) == 3:
+        x = in_rows(x, 1, at.shape[2])
     if WHOLE:
         tl.store(at, x)
     else:
