@@ -51,7 +51,7 @@ class _Vectors(nn.Module):
         super().__init__()
         generator = torch.Generator().manual_seed(0)
         values = torch.randn(TENSORS, ranks * case.elements, generator=generator).mul_(0.02)
-        self.all = nn.ParameterList(values.to(case.dtype).unbind())
+        self.all = nn.ParameterList(value.clone() for value in values.to(case.dtype))
 
     def forward(self, gradients: Tensor) -> Tensor:
         """The sum of products with a row for each vector."""
@@ -67,7 +67,11 @@ def _vectors(case: Case, ranks: int, shards: bool) -> list[Tensor]:
         fully_shard(model)
     gradients = torch.randn(TENSORS, ranks * case.elements).mul_(0.01).to(case.dtype)
     model(gradients).backward()
-    return list(model.parameters())
+    found = list(model.parameters())
+    if not shards:  # FSDP's lie together, but layers leave gradients in memory of their own
+        for p in found:
+            p.grad = p.grad.clone()
+    return found
 
 
 def _bind(rank: int, ranks: int) -> None:
