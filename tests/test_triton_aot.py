@@ -30,9 +30,11 @@ FORMATS = {
     ("AdamW", "ratio8", "32"): 56,
     ("AdamW", "ratio4", "0"): 59,
 }
-# Other versions of Triton come with other compilers: 3.6's takes up to 2 more, and one kernel of
-# 3.9's, of AdamW with amsgrad, stores two registers.
-MORE, SPILLS = (0, 0) if triton.__version__.startswith("3.7.") else (3, 2)
+# Other versions of Triton come with other compilers: 3.6's takes up to 2 more, and 3.9's stores two
+# registers in one kernel.
+MORE = 0 if triton.__version__.startswith("3.7.") else 3
+OF_3_9 = {("AdamW-amsgrad8bit", "bf16", "sm_90"): 2}
+SPILLS = OF_3_9 if triton.__version__.startswith("3.9.") else {}
 TARGETS = ["sm_80", "sm_90", "sm_100", "gfx942"]
 
 
@@ -62,7 +64,7 @@ def assert_fit_for_memory_speed(rows):
     """No spills; loads of 16 bytes; no access of single elements."""
     for key, row in rows.items():
         for each in row["passes"]:
-            assert each["spills"] <= SPILLS, key
+            assert each["spills"] <= SPILLS.get(key, 0), key
             assert each["widest_load"] >= 16, key
             assert each["narrow"] == 0, key
 

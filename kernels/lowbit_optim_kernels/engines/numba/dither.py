@@ -13,6 +13,7 @@ from numba.extending import intrinsic
 
 from ...dither import ROUNDS, SPACE, TIME
 from ...plan import WEIGHT_BLOCK
+from .inner import inlined
 from .vector import LANES, F, constant, f32, fill, i32, i64, pointer, spread, vector
 
 _LANES = [lane * SPACE % 2**32 for lane in range(LANES)]
@@ -80,6 +81,14 @@ def hashed(typing, hashes, k):
         return b.zext(b.load(pointer(b, b.add(args[0], place), i32)), i64)
 
     return types.int64(types.int64, types.int64), emit
+
+
+@inlined
+def next_hashed(hashes, key, step, first, k):
+    """The `block_bits` of block k of a run that begins at `first`, of which each is asked once."""
+    if k % LANES == 0:
+        hash_blocks(hashes, key, step, first + k)
+    return hashed(hashes, k)
 
 
 def _bits(b: ir.IRBuilder, base: ir.Value, lane: ir.Value) -> ir.Value:

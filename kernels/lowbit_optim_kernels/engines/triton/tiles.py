@@ -49,9 +49,8 @@ def dealt(x, ALIGN: tl.constexpr, RUN: tl.constexpr):
 def joined(x):
     """A tile as [blocks, elements], if it is `in_rows`."""
     if len(x.shape) == 3:
-        return tl.reshape(tl.permute(x, [1, 0, 2]), [x.shape[1], x.shape[0] * x.shape[2]])
-    else:  # noqa: RET505 (Triton takes a second return only in the other branch)
-        return x
+        x = tl.reshape(tl.permute(x, [1, 0, 2]), [x.shape[1], x.shape[0] * x.shape[2]])
+    return x
 
 
 @triton.jit
@@ -143,10 +142,11 @@ def weight_bits(of_stream, t, piece, geometry, work, BLOCK: tl.constexpr, ROOM: 
         place = (lane % WEIGHT_BLOCK)[None, :]
     if SHIFTED:
         place += shift
+    bits = random.of_lanes(first, place)
+    if SHIFTED:
         beyond = random.of_lanes(random.of_blocks(number + 1, of_stream, FAR), place - WEIGHT_BLOCK)
-        return tl.where(place < WEIGHT_BLOCK, random.of_lanes(first, place), beyond)
-    else:  # noqa: RET505 (Triton takes a second return only in the other branch)
-        return random.of_lanes(first, place)
+        bits = tl.where(place < WEIGHT_BLOCK, bits, beyond)
+    return bits
 
 
 @triton.jit
@@ -175,10 +175,7 @@ def operand(row_at, base, at, COLUMN: tl.constexpr, TYPE: tl.constexpr, ALIGN: t
     # Of a pointer a multiple counts bytes; tensors are aligned unless ALIGN is 1.
     here = (tl.multiple_of(first, 16 if ALIGN > 1 else 1) + base) + start
     here = here[:, None] + lane[None, :]
-    if ALIGN < ALIGNED:
-        return dealt(here, ALIGN, RUN)
-    else:  # noqa: RET505 (Triton takes a second return only in the other branch)
-        return tl.max_contiguous(here, (1, RUN))
+    return dealt(here, ALIGN, RUN) if ALIGN < ALIGNED else tl.max_contiguous(here, (1, RUN))
 
 
 @triton.jit

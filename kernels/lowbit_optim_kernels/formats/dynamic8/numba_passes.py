@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from numpy import float32 as f32
 
-from ...engines.numba.dither import first_bits, hash_blocks, hashed
+from ...engines.numba.dither import first_bits, next_hashed
 from ...engines.numba.element import INFINITY, only_finite
 from ...engines.numba.inner import inlined, inner
 from ...engines.numba.memory import enter, leave, load_f32, read_f32, stack, store_f32, write_f32
@@ -71,9 +71,8 @@ def new_scales():
     for m, scales in zip(MOMENTS, BLOCK_PARTS):
         write_f32(at[scales] + start // (BLOCK // 4), largest[m])
         if m.stream:
-            if start % (16 * BLOCK) == 0:
-                hash_blocks(hashes + 64 * (1 + m.row), key[m], step, number + start // BLOCK)
-            base = hashed(hashes + 64 * (1 + m.row), start // BLOCK)
+            its_hashes = hashes + 64 * (1 + m.row)
+            base = next_hashed(its_hashes, key[m], step, number, start // BLOCK)
             bits[m] = first_bits(base if m.signed else base + HALF)
 
 

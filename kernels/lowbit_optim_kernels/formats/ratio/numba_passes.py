@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from numpy import float32 as f32
 
-from ...engines.numba.dither import first_bits, fractions, hash_blocks, hashed, next_bits
+from ...engines.numba.dither import first_bits, fractions, next_bits, next_hashed
 from ...engines.numba.element import INFINITY
 from ...engines.numba.memory import read_f32, write_f32
 from ...engines.numba.vector import (
@@ -130,9 +130,9 @@ def new_scales():
             elif x.key == m.key + "_scale":
                 write_bf16(at[x] + start // (BLOCK // 2), new_scale[m])
         if m.stream:
-            if start % (16 * BLOCK) == 0:
-                hash_blocks(hashes + 64 * (1 + m.row), key[m], step, number + start // BLOCK)
-            bits[m] = first_bits(hashed(hashes + 64 * (1 + m.row), start // BLOCK))
+            its_hashes = hashes + 64 * (1 + m.row)
+            base = next_hashed(its_hashes, key[m], step, number, start // BLOCK)
+            bits[m] = first_bits(base)
 
 
 def encode():
