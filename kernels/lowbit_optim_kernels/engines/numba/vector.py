@@ -15,9 +15,9 @@ import operator
 import platform
 from collections.abc import Callable
 
-import llvmlite.binding as llvm
 from llvmlite import ir
 from numba.core import cgutils, config, types
+from numba.core.codegen import get_host_cpu_features
 from numba.core.imputils import lower_builtin, lower_cast
 from numba.core.typeconv import Conversion
 from numba.core.typing.templates import AbstractTemplate, infer_global, signature
@@ -36,18 +36,18 @@ def vector(element: ir.Type, lanes: int = LANES) -> ir.VectorType:
     return ir.VectorType(element, lanes)
 
 
-def host_features() -> set[str]:
-    """CPU features that Numba compiles for; NUMBA_CPU_NAME and NUMBA_CPU_FEATURES win."""
+def host_features() -> str:
+    """Features of the CPU that Numba compiles for, as LLVM takes them: all with a + or a -.
+
+    What NUMBA_CPU_FEATURES or NUMBA_ENABLE_AVX switch off must not be asked for: LLVM would end the
+    process.
+    """
     # Numba reads its settings from the environment when it is imported.
-    features, name = vars(config)["CPU_FEATURES"], vars(config)["CPU_NAME"]
-    if features is not None:
-        return {feature[1:] for feature in features.split(",") if feature.startswith("+")}
-    if name not in (None, "host"):
-        return set()  # a named CPU without a list of features: assume nothing
-    return {name for name, present in llvm.get_host_cpu_features().items() if present}
+    features = vars(config)["CPU_FEATURES"]
+    return get_host_cpu_features() if features is None else features
 
 
-_FEATURES = host_features()
+_FEATURES = {feature[1:] for feature in host_features().split(",") if feature.startswith("+")}
 HAS_AVX512 = {"avx512f", "avx512bw", "avx512dq"} <= _FEATURES
 HAS_AVX2 = {"avx2", "fma"} <= _FEATURES
 HAS_VBMI = HAS_AVX512 and "avx512vbmi" in _FEATURES
