@@ -96,7 +96,8 @@ def functions_source(
             if callable(value):
                 add(value)
             else:
-                wrapped = f"{literal}({value!r})" if literal else repr(value)
+                number = ast.unparse(ast.Constant(value))  # infinity too, as 1e309
+                wrapped = f"{literal}({number})" if literal else number
                 done[name] = f"{name} = {wrapped}\n"
         tree = ast.parse(textwrap.dedent(inspect.getsource(fn)))
         plain = _Plain(literal, {name for name, value in used.items() if callable(value)})
