@@ -14,20 +14,16 @@ from numba.extending import intrinsic
 from ...dither import ROUNDS, SPACE, TIME
 from ...plan import WEIGHT_BLOCK
 from .inner import inlined
-from .vector import LANES, F, constant, f32, fill, i32, i64, pointer, spread, vector
+from .vector import LANES, F, constant, f32, fill, i32, i64, like, pointer, spread, vector
 
 _LANES = [lane * SPACE % 2**32 for lane in range(LANES)]
 
 
 def _mix(b: ir.IRBuilder, x: ir.Value) -> ir.Value:
     """The hash of a number, or of each lane."""
-
-    def number(value: int) -> ir.Constant:
-        return ir.Constant(i32, value) if x.type == i32 else fill(i32, value)
-
     for shift, factor in ROUNDS:
-        x = b.mul(b.xor(x, b.lshr(x, number(shift))), number(factor))
-    return b.xor(x, b.lshr(x, number(16)))
+        x = b.mul(b.xor(x, b.lshr(x, like(x, shift))), like(x, factor))
+    return b.xor(x, b.lshr(x, like(x, 16)))
 
 
 @intrinsic

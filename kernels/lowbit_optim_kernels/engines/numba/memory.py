@@ -63,22 +63,38 @@ store_bf16 = _storer(i16, _to_bf16)
 store_f16 = _storer(_half, lambda b, x: b.fptrunc(x, vector(_half)))
 
 
-@intrinsic
-def read_f32(typing, address):
-    """One fp32 number."""
-    return types.float32(types.int64), lambda c, b, s, a: b.load(pointer(b, a[0], f32))
+def _reader(number: types.Type, element: ir.Type) -> Callable:
+    """One number at an address."""
+
+    @intrinsic
+    def read(typing, address):
+        return number(types.int64), lambda c, b, s, a: b.load(pointer(b, a[0], element))
+
+    return read
+
+
+def _writer(number: types.Type, element: ir.Type) -> Callable:
+    @intrinsic
+    def write(typing, address, x):
+        def emit(context, b, signature_, args):
+            b.store(args[1], pointer(b, args[0], element))
+            return context.get_dummy_value()
+
+        return types.void(types.int64, number), emit
+
+    return write
+
+
+read_i64 = _reader(types.int64, i64)
+read_f32, write_f32 = (make(types.float32, f32) for make in (_reader, _writer))
+read_f64, write_f64 = (make(types.float64, f64) for make in (_reader, _writer))
+write_byte = _writer(types.uint8, i8)
 
 
 @intrinsic
-def read_f64(typing, address):
-    """One fp64 number."""
-    return types.float64(types.int64), lambda c, b, s, a: b.load(pointer(b, a[0], f64))
-
-
-@intrinsic
-def read_i64(typing, address):
-    """One int64 number."""
-    return types.int64(types.int64), lambda c, b, s, a: b.load(pointer(b, a[0], i64))
+def read_byte(typing, address):
+    """One byte, as an int64 number."""
+    return types.int64(types.int64), lambda c, b, s, a: b.zext(b.load(pointer(b, a[0], i8)), i64)
 
 
 @intrinsic
@@ -110,18 +126,16 @@ def _cell(b: ir.IRBuilder, table: list, element: ir.Type) -> ir.Value:
     return pointer(b, b.add(address, b.shl(place, ir.Constant(i64, 3))), element)
 
 
-@intrinsic
-def cell_i64(typing, table, row, columns, column):
-    """A number of the int64 table at an address."""
-    kind = types.int64
-    return kind(kind, kind, kind, kind), lambda c, b, s, a: b.load(_cell(b, a, i64))
+def _cell_reader(number: types.Type, element: ir.Type) -> Callable:
+    @intrinsic
+    def cell(typing, table, row, columns, column):
+        returns = number(types.int64, types.int64, types.int64, types.int64)
+        return returns, lambda c, b, s, a: b.load(_cell(b, a, element))
+
+    return cell
 
 
-@intrinsic
-def cell_f64(typing, table, row, columns, column):
-    """A number of the fp64 table at an address."""
-    kind = types.int64
-    return types.float64(kind, kind, kind, kind), lambda c, b, s, a: b.load(_cell(b, a, f64))
+cell_i64, cell_f64 = _cell_reader(types.int64, i64), _cell_reader(types.float64, f64)
 
 
 @intrinsic
@@ -134,45 +148,6 @@ def set_cell_f64(typing, table, row, columns, column, x):
 
     kind = types.int64
     return types.void(kind, kind, kind, kind, types.float64), emit
-
-
-@intrinsic
-def write_f32(typing, address, x):
-    """Store one fp32 number."""
-
-    def emit(context, b, signature_, args):
-        b.store(args[1], pointer(b, args[0], f32))
-        return context.get_dummy_value()
-
-    return types.void(types.int64, types.float32), emit
-
-
-@intrinsic
-def write_f64(typing, address, x):
-    """Store one fp64 number."""
-
-    def emit(context, b, signature_, args):
-        b.store(args[1], pointer(b, args[0], f64))
-        return context.get_dummy_value()
-
-    return types.void(types.int64, types.float64), emit
-
-
-@intrinsic
-def read_byte(typing, address):
-    """One byte, as an int64 number."""
-    return types.int64(types.int64), lambda c, b, s, a: b.zext(b.load(pointer(b, a[0], i8)), i64)
-
-
-@intrinsic
-def write_byte(typing, address, x):
-    """Store one byte."""
-
-    def emit(context, b, signature_, args):
-        b.store(args[1], pointer(b, args[0], i8))
-        return context.get_dummy_value()
-
-    return types.void(types.int64, types.uint8), emit
 
 
 @intrinsic(prefer_literal=True)

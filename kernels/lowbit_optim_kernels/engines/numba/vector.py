@@ -130,6 +130,13 @@ def spread(builder: ir.IRBuilder, x: ir.Value, lanes: int = LANES) -> ir.Value:
     return builder.shuffle_vector(one, undefined, fill(i32, 0, lanes))
 
 
+def like(x: ir.Value, value: float) -> ir.Constant:
+    """A constant of the type of x, a number or a vector."""
+    if isinstance(x.type, ir.VectorType):
+        return fill(x.type.element, value, x.type.count)
+    return ir.Constant(x.type, value)
+
+
 def shuffle(builder: ir.IRBuilder, x: ir.Value, y: ir.Value, index) -> ir.Value:
     """Lanes of x and y by a constant index."""
     return builder.shuffle_vector(x, y, constant(i32, list(index)))
@@ -144,6 +151,23 @@ def call(builder: ir.IRBuilder, name: str, returns: ir.Type, *arguments: ir.Valu
 def fabs(builder: ir.IRBuilder, x: ir.Value) -> ir.Value:
     """|x| of a vector."""
     return call(builder, "llvm.fabs.v16f32", vector(f32), x)
+
+
+def larger(builder: ir.IRBuilder, x: ir.Value, y: ir.Value) -> ir.Value:
+    """The larger of numbers or of each pair of lanes; y where one is NaN."""
+    return builder.select(builder.fcmp_ordered(">", x, y), x, y)
+
+
+def smaller(builder: ir.IRBuilder, x: ir.Value, y: ir.Value) -> ir.Value:
+    """The smaller of numbers or of each pair of lanes; y where one is NaN."""
+    return builder.select(builder.fcmp_ordered("<", x, y), x, y)
+
+
+def sign_of(builder: ir.IRBuilder, x: ir.Value) -> ir.Value:
+    """-1, 0 or 1 by the sign of a number or of each lane; NaN gives 0."""
+    zero, one, minus = (like(x, value) for value in (0.0, 1.0, -1.0))
+    negative = builder.select(builder.fcmp_ordered("<", x, zero), minus, zero)
+    return builder.select(builder.fcmp_ordered(">", x, zero), one, negative)
 
 
 def multiply_add(builder: ir.IRBuilder, x: ir.Value, y: ir.Value, z: ir.Value) -> ir.Value:
@@ -253,46 +277,35 @@ def _negate(context, builder, signature_, args):
     return builder.fneg(args[0])
 
 
-@intrinsic
-def sqrt(typing, x):
-    """Square root of each lane."""
-    return F(F), lambda c, b, s, a: call(b, "llvm.sqrt.v16f32", vector(f32), a[0])
+def of_one(kind: types.Type, emit: Callable) -> Callable:
+    """What `emit` builds, as a function of a number or a vector of this kind."""
+
+    @intrinsic
+    def function(typing, x):
+        return kind(kind), lambda c, b, s, a: emit(b, *a)
+
+    return function
 
 
-@intrinsic
-def absolute(typing, x):
-    """Magnitude of each lane."""
-    return F(F), lambda c, b, s, a: fabs(b, a[0])
+def of_two(kind: types.Type, emit: Callable) -> Callable:
+    """`of_one` of two operands."""
+
+    @intrinsic
+    def function(typing, x, y):
+        return kind(kind, kind), lambda c, b, s, a: emit(b, *a)
+
+    return function
 
 
-@intrinsic
-def maximum(typing, x, y):
-    """The larger of each pair; y where one is NaN."""
-    return F(F, F), lambda c, b, s, a: b.select(b.fcmp_ordered(">", a[0], a[1]), a[0], a[1])
-
-
-@intrinsic
-def minimum(typing, x, y):
-    """The smaller of each pair; y where one is NaN."""
-    return F(F, F), lambda c, b, s, a: b.select(b.fcmp_ordered("<", a[0], a[1]), a[0], a[1])
+sqrt = of_one(F, lambda b, x: call(b, "llvm.sqrt.v16f32", vector(f32), x))
+absolute, sign = of_one(F, fabs), of_one(F, sign_of)
+maximum, minimum = of_two(F, larger), of_two(F, smaller)
 
 
 @intrinsic
 def where(typing, mask, x, y):
     """Lanes of x where the mask is true, of y elsewhere."""
     return F(M, F, F), lambda c, b, s, a: b.select(*a)
-
-
-@intrinsic
-def sign(typing, x):
-    """-1, 0 or 1 by the sign of each lane; NaN gives 0."""
-
-    def emit(context, b, signature_, args):
-        zero, one, minus = fill(f32, 0.0), fill(f32, 1.0), fill(f32, -1.0)
-        negative = b.select(b.fcmp_ordered("<", args[0], zero), minus, zero)
-        return b.select(b.fcmp_ordered(">", args[0], zero), one, negative)
-
-    return F(F), emit
 
 
 @intrinsic
@@ -312,10 +325,7 @@ def finite(typing, x):
     return M(F), lambda c, b, s, a: _is_finite(b, a[0])
 
 
-@intrinsic
-def only_finite(typing, x):
-    """x, or 0 in lanes that are NaN or infinite."""
-    return F(F), lambda c, b, s, a: b.select(_is_finite(b, a[0]), a[0], fill(f32, 0.0))
+only_finite = of_one(F, lambda b, x: b.select(_is_finite(b, x), x, fill(f32, 0.0)))  # else 0
 
 
 def _fold(b: ir.IRBuilder, x: ir.Value, join: Callable) -> ir.Value:
@@ -327,26 +337,14 @@ def _fold(b: ir.IRBuilder, x: ir.Value, join: Callable) -> ir.Value:
     return b.extract_element(x, ir.Constant(i32, 0))
 
 
-@intrinsic
-def reach(typing, top, x):
-    """The larger of top and |x| by bit pattern, so that NaN and infinity win; top >= 0."""
-
-    def emit(context, b, signature_, args):
-        old, new = (b.bitcast(y, vector(i32)) for y in (args[0], fabs(b, args[1])))
-        return b.bitcast(b.select(b.icmp_unsigned(">", old, new), old, new), vector(f32))
-
-    return F(F, F), emit
+def _higher(b: ir.IRBuilder, x: ir.Value, y: ir.Value) -> ir.Value:
+    """The larger of each pair of numbers >= 0 by bit pattern, so that NaN and infinity win."""
+    x, y = (b.bitcast(z, vector(i32)) for z in (x, y))
+    return b.bitcast(b.select(b.icmp_unsigned(">", x, y), x, y), vector(f32))
 
 
-@intrinsic
-def reach_unsigned(typing, top, x):
-    """`reach` for x >= 0."""
-
-    def emit(context, b, signature_, args):
-        old, new = (b.bitcast(y, vector(i32)) for y in args)
-        return b.bitcast(b.select(b.icmp_unsigned(">", old, new), old, new), vector(f32))
-
-    return F(F, F), emit
+reach_unsigned = of_two(F, _higher)
+reach = of_two(F, lambda b, top, x: _higher(b, top, fabs(b, x)))  # of magnitudes
 
 
 @intrinsic
