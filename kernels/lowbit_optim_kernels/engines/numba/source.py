@@ -211,15 +211,9 @@ class _Passes:
     """Adds the element passes of one rule to a module."""
 
     def __init__(
-        self,
-        writer: Writer,
-        rule: Rule,
-        p_kind: str,
-        g_kind: str,
-        format: Format,
-        weights: Weights,
-        shifted: bool,
-    ) -> None:
+        self, writer: Writer, rule: Rule, p_kind: str, g_kind: str, format: Format,
+        weights: Weights, shifted: bool,
+    ) -> None:  # fmt: skip
         self.writer, self.rule, self.block, self.bits = writer, rule, format.block, format.bits
         self.weights, self.apart = weights, shifted or format.block % WEIGHT_BLOCK > 0
         self.p_kind, self.g_kind = p_kind, g_kind
