@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 
+from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic
 
@@ -29,10 +30,10 @@ def _library(name: str) -> Callable:
     return lambda b, *numbers: call(b, f"llvm.{name}.f64", f64, *numbers)
 
 
-abs, sqrt, log, exp = (of_one(_number, _library(x)) for x in ("fabs", "sqrt", "log", "exp"))
-sign = of_one(_number, sign_of)
-single = of_one(_number, lambda b, x: b.fpext(b.fptrunc(x, f32), f64))
-maximum, minimum, power = (of_two(_number, emit) for emit in (larger, smaller, _library("pow")))
+abs, sqrt, log, exp = map(of_one(_number), map(_library, ("fabs", "sqrt", "log", "exp")))
+sign = of_one(_number)(sign_of)
+single = of_one(_number)(lambda b, x: b.fpext(b.fptrunc(x, f32), f64))
+maximum, minimum, power = map(of_two(_number), (larger, smaller, _library("pow")))
 
 
 @intrinsic
@@ -41,10 +42,10 @@ def where(typing, condition, x, y):
     return _number(types.boolean, _number, _number), lambda c, b, s, a: b.select(*a)
 
 
-@intrinsic
-def read_step(typing, address):
+@of_one(types.int64, _number)
+def read_step(b: ir.IRBuilder, address: ir.Value) -> ir.Value:
     """The number of the step at an address, an int64, as a number."""
-    return _number(types.int64), lambda c, b, s, a: b.sitofp(b.load(pointer(b, a[0], i64)), f64)
+    return b.sitofp(b.load(pointer(b, address, i64)), f64)
 
 
 @inner

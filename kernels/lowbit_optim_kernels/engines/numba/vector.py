@@ -277,29 +277,36 @@ def _negate(context, builder, signature_, args):
     return builder.fneg(args[0])
 
 
-def of_one(kind: types.Type, emit: Callable) -> Callable:
-    """What `emit` builds, as a function of a number or a vector of this kind."""
+def of_one(kind: types.Type, returns: types.Type | None = None) -> Callable[[Callable], Callable]:
+    """Make a function of a number or a vector of this kind from what builds its value."""
 
-    @intrinsic
-    def function(typing, x):
-        return kind(kind), lambda c, b, s, a: emit(b, *a)
+    def made(emit: Callable) -> Callable:
+        @intrinsic
+        def function(typing, x):
+            return (returns or kind)(kind), lambda c, b, s, a: emit(b, *a)
 
-    return function
+        return function
 
-
-def of_two(kind: types.Type, emit: Callable) -> Callable:
-    """`of_one` of two operands."""
-
-    @intrinsic
-    def function(typing, x, y):
-        return kind(kind, kind), lambda c, b, s, a: emit(b, *a)
-
-    return function
+    return made
 
 
-sqrt = of_one(F, lambda b, x: call(b, "llvm.sqrt.v16f32", vector(f32), x))
-absolute, sign = of_one(F, fabs), of_one(F, sign_of)
-maximum, minimum = of_two(F, larger), of_two(F, smaller)
+def of_two(kind: types.Type) -> Callable[[Callable], Callable]:
+    """`of_one` for two operands of a kind."""
+
+    def made(emit: Callable) -> Callable:
+        @intrinsic
+        def function(typing, x, y):
+            return kind(kind, kind), lambda c, b, s, a: emit(b, *a)
+
+        return function
+
+    return made
+
+
+sqrt = of_one(F)(lambda b, x: call(b, "llvm.sqrt.v16f32", vector(f32), x))
+absolute, sign = map(of_one(F), (fabs, sign_of))
+splat = of_one(types.float32, F)(spread)
+maximum, minimum = map(of_two(F), (larger, smaller))
 
 
 @intrinsic
@@ -308,24 +315,13 @@ def where(typing, mask, x, y):
     return F(M, F, F), lambda c, b, s, a: b.select(*a)
 
 
-@intrinsic
-def splat(typing, x):
-    """A vector whose lanes are all x."""
-    return F(types.float32), lambda c, b, s, a: spread(b, a[0])
-
-
 def _is_finite(b: ir.IRBuilder, x: ir.Value) -> ir.Value:
+    """Neither NaN nor infinite."""
     return b.fcmp_ordered("<", fabs(b, x), fill(f32, float("inf")))
 
 
-@intrinsic
-def finite(typing, x):
-    """Mask of lanes that are neither NaN nor infinite."""
-
-    return M(F), lambda c, b, s, a: _is_finite(b, a[0])
-
-
-only_finite = of_one(F, lambda b, x: b.select(_is_finite(b, x), x, fill(f32, 0.0)))  # else 0
+finite = of_one(F, M)(_is_finite)
+only_finite = of_one(F)(lambda b, x: b.select(_is_finite(b, x), x, fill(f32, 0.0)))  # else 0
 
 
 def _fold(b: ir.IRBuilder, x: ir.Value, join: Callable) -> ir.Value:
@@ -343,28 +339,18 @@ def _higher(b: ir.IRBuilder, x: ir.Value, y: ir.Value) -> ir.Value:
     return b.bitcast(b.select(b.icmp_unsigned(">", x, y), x, y), vector(f32))
 
 
-reach_unsigned = of_two(F, _higher)
-reach = of_two(F, lambda b, top, x: _higher(b, top, fabs(b, x)))  # of magnitudes
+reach_unsigned = of_two(F)(_higher)
+reach = of_two(F)(lambda b, top, x: _higher(b, top, fabs(b, x)))  # of magnitudes
 
 
-@intrinsic
-def highest(typing, x):
+@of_one(F, types.float32)
+def highest(b: ir.IRBuilder, x: ir.Value) -> ir.Value:
     """The largest lane of x >= 0 by bit pattern, so that NaN and infinity win."""
-
-    def emit(context, b, signature_, args):
-        bits = b.bitcast(args[0], vector(i32))
-        top = _fold(b, bits, lambda p, q: b.select(b.icmp_unsigned(">", p, q), p, q))
-        return b.bitcast(top, f32)
-
-    return types.float32(F), emit
+    bits = b.bitcast(x, vector(i32))
+    return b.bitcast(_fold(b, bits, lambda p, q: b.select(b.icmp_unsigned(">", p, q), p, q)), f32)
 
 
-@intrinsic
-def total(typing, x):
+@of_one(F, types.float64)
+def total(b: ir.IRBuilder, x: ir.Value) -> ir.Value:
     """The sum of the lanes, in fp64 and in a fixed order."""
-
-    def emit(context, b, signature_, args):
-        wide = b.fpext(args[0], vector(f64))
-        return _fold(b, wide, b.fadd)
-
-    return types.float64(F), emit
+    return _fold(b, b.fpext(x, vector(f64)), b.fadd)
