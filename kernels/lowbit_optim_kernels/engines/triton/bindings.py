@@ -120,11 +120,15 @@ def module_of(format: Format) -> ModuleType:
     return importlib.import_module(format.triton)
 
 
+def _used(rule: Rule, formats: Sequence[Format]) -> list[Format]:
+    """The formats of all units, each once."""
+    return list(dict.fromkeys(unit.format for f in formats for unit in units(rule.moments, f)))
+
+
 def _with_tables(rule: Rule, formats: Sequence[Format], ptx: bool) -> list[tuple[Format, Tensor]]:
     """The look-up tables of all formats in use, each filled up to a multiple of ALIGNMENT."""
-    used = dict.fromkeys(unit.format for f in formats for unit in units(rule.moments, f))
     found = []
-    for format in used:
+    for format in _used(rule, formats):
         table = module_of(format).table(ptx, torch.device("cpu"))
         if table is not None:
             found.append((format, torch.nn.functional.pad(table, (0, -len(table) % ALIGNMENT))))
@@ -201,9 +205,7 @@ class _Writer:
             x.key: (f"scalars.OF_{'HISTORY' if x.history else 'NUMBER'}", lasting_column(rule, k))
             for k, x in enumerate(rule.lasting)
         }
-        self.used = list(
-            dict.fromkeys(unit.format for f in formats for unit in units(rule.moments, f))
-        )
+        self.used = _used(rule, formats)
 
     def module(self) -> str:
         rule = self.rule
