@@ -16,6 +16,7 @@ import triton.language as tl
 
 from lowbit_optim_kernels import formats
 from lowbit_optim_kernels.engines.triton import bindings
+from lowbit_optim_kernels.engines.triton import plan as triton_plan
 from lowbit_optim_kernels.formats import Format, Part
 from lowbit_optim_kernels.formats.dynamic8 import DYNAMIC8
 from lowbit_optim_kernels.formats.float32 import FLOAT32
@@ -46,6 +47,13 @@ def test_tables_that_steps_share_are_there_for_every_stream(format):
         noted.seen = set()
         bindings.tables.__wrapped__(adam.adam_rule(False, False, False), (format,), False, META)
     assert {name for name, place in noted.seen if place == "meta"} == {torch.ops.aten._to_copy}
+
+
+def test_addresses_are_64_bit():
+    """Those of Intel's GPUs have the upper bit set; the kernels read the same bits as a number."""
+    target = torch.zeros(2, 2, dtype=torch.int64)
+    triton_plan._send(None, 0, target, [0, 2**64 - 4096, 2**48, 1])
+    assert target.tolist() == [[0, -4096], [2**48, 1]]
 
 
 # A format for Triton is a module with these functions, and this one is such a module.
