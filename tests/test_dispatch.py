@@ -1,9 +1,11 @@
 """Which engine runs what: the default, refusals, fallbacks."""
 
 import dataclasses
+import platform
 import sys
 import types
 import warnings
+from importlib.machinery import PathFinder
 
 import pytest
 import torch
@@ -174,6 +176,28 @@ def test_what_is_installed_but_does_not_import_is_a_reason(tmp_path, engine, pac
         assert f"{engine} is installed but does not import: " in message
         assert message.partition("import: ")[2].startswith(error.partition("(")[0])
         assert text in message
+
+
+@pytest.mark.parametrize("chosen", [engines.NUMBA, engines.TRITON], ids=lambda one: one.name)
+def test_a_folder_of_a_compilers_name_is_no_compiler(tmp_path, monkeypatch, chosen):
+    """Such as a checkout of its sources next to a program."""
+    (tmp_path / chosen.requires).mkdir()
+    finder = types.SimpleNamespace(
+        find_spec=lambda name, path=None, target=None: PathFinder.find_spec(name, [str(tmp_path)])
+    )
+    with monkeypatch.context() as patch:
+        patch.delitem(sys.modules, chosen.requires, raising=False)
+        patch.setattr(sys, "meta_path", [finder])
+        patch.setattr(engines, "_installed", engines._installed.__wrapped__)
+        refusal = chosen.refusal(torch.device(next(iter(chosen.devices))), torch.float32)
+    assert refusal == engines.Refusal(f"{chosen.requires} is not installed", warn=True)
+
+
+def test_instructions_that_numba_is_told_to_leave_are_left():
+    """LLVM would end the process: `NUMBA_ENABLE_AVX=0`, or a /proc/cpuinfo that says nothing."""
+    script = f"{STEP}optimizer.step()\nprint(lowbit_optim.engine_for(p).reason, p.max().item())"
+    reason = python(script, NUMBA_ENABLE_AVX="0")
+    assert f"compiled for any {platform.machine()} 0.89" in reason
 
 
 def test_only_a_tensor_that_needs_a_compiler_imports_it():

@@ -2,9 +2,11 @@
 
 import ast
 import dataclasses
+import inspect
 import sys
 import textwrap
 import types
+from importlib.util import resolve_name
 
 import numpy as np
 import pytest
@@ -14,13 +16,15 @@ pytest.importorskip("numba")
 import lowbit_optim
 from lowbit_optim_kernels import formats
 from lowbit_optim_kernels.codegen import specialize
+from lowbit_optim_kernels.codegen.analysis import functions_source
 from lowbit_optim_kernels.codegen.specialize import Item, Variable
+from lowbit_optim_kernels.engines import numba as engines_of_numba
 from lowbit_optim_kernels.engines import torch as engine_torch
 from lowbit_optim_kernels.engines.numba import engine as engine_numba
 from lowbit_optim_kernels.engines.numba import memory, source
 from lowbit_optim_kernels.formats.layout import Layout
 from lowbit_optim_kernels.plan import Batch, Slot
-from lowbit_optim_kernels.rules import adam, lamb
+from lowbit_optim_kernels.rules import adam, gives, lamb
 from toy_format import ZERO, Toy
 
 SHAPES = [(64, 147), (3, 300), (257,), (5,), (4096,), (0,)]
@@ -80,6 +84,38 @@ def test_whole_tensors_of_such_a_format_are_coded_as_on_torch():
         coded, numbers = [*coded, out], [*numbers, back]
     assert all(map(torch.equal, *coded))
     assert all(map(torch.equal, *numbers))
+
+
+@pytest.mark.parametrize("name", formats.FORMATS)
+def test_compiled_code_is_named_by_all_that_its_modules_import(name):
+    """Or code of another version would be found that has other constants in it."""
+    format = formats.FORMATS[name]
+    named = set(engine_numba._depends(format))
+    code = source.code_of(format)
+    helpers = [getattr(engines_of_numba, x) for x in engine_numba._HELPERS if x != "cache"]
+    for module in [*helpers, *([code, *getattr(code, "DEPENDS", ())] if code else [])]:
+        for node in ast.parse(inspect.getsource(module)).body:
+            if not isinstance(node, ast.ImportFrom) or not node.level:
+                continue
+            start = resolve_name("." * node.level + (node.module or ""), module.__package__)
+            for found in {sys.modules.get(f"{start}.{x.name}", start) for x in node.names}:
+                there = sys.modules[found] if isinstance(found, str) else found
+                assert inspect.getsource(there) in named, (module.__name__, there.__name__)
+
+
+def test_a_rules_numbers_may_be_infinite():
+    text = functions_source([limited], "@kept")
+    bound = {"kept": lambda fn: fn, "minimum": min}
+    exec(text, bound)
+    assert bound["limited_of_rule"](3.0) == 3.0
+
+
+LIMIT = float("inf")
+
+
+@gives("u")
+def limited(g):
+    return minimum(g, LIMIT)  # noqa: F821
 
 
 def one_step(engine, rule, format, hyper, shape=(3, 300)):

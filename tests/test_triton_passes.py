@@ -5,6 +5,7 @@ from dataclasses import dataclass, replace
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import lowbit_optim
 
@@ -14,9 +15,12 @@ import triton
 import triton.language as tl
 
 from lowbit_optim_kernels import formats
+from lowbit_optim_kernels.engines.triton import bindings
+from lowbit_optim_kernels.engines.triton import plan as triton_plan
 from lowbit_optim_kernels.formats import Format, Part
 from lowbit_optim_kernels.formats.dynamic8 import DYNAMIC8
 from lowbit_optim_kernels.formats.float32 import FLOAT32
+from lowbit_optim_kernels.rules import adam
 
 pytestmark = pytest.mark.gpu
 
@@ -24,6 +28,32 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 SHAPES = [(64, 147), (3, 300), (257,), (5,), (2048 + 64,)]
 FEW = SHAPES[1:]
 TOP = tl.constexpr(127.0)
+META = torch.device("meta")
+
+
+class Operators(TorchDispatchMode):
+    """Notes the operators that are called."""
+
+    def __torch_dispatch__(self, operator, kinds, args=(), options=None):
+        result = operator(*args, **(options or {}))
+        self.seen.add((operator.overloadpacket, result.device.type))
+        return result
+
+
+@pytest.mark.parametrize("format", [DYNAMIC8, FLOAT32], ids=lambda format: format.name)
+def test_tables_that_steps_share_are_there_for_every_stream(format):
+    """A device runs nothing for them that a step on another stream would have to wait for."""
+    with Operators() as noted:
+        noted.seen = set()
+        bindings.tables.__wrapped__(adam.adam_rule(False, False, False), (format,), False, META)
+    assert {name for name, place in noted.seen if place == "meta"} == {torch.ops.aten._to_copy}
+
+
+def test_addresses_are_64_bit():
+    """Those of Intel's GPUs have the upper bit set; the kernels read the same bits as a number."""
+    target = torch.zeros(2, 2, dtype=torch.int64)
+    triton_plan._send(None, 0, target, [0, 2**64 - 4096, 2**48, 1])
+    assert target.tolist() == [[0, -4096], [2**48, 1]]
 
 
 # A format for Triton is a module with these functions, and this one is such a module.

@@ -8,8 +8,9 @@ from __future__ import annotations
 import ast
 import inspect
 import textwrap
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from functools import cache
+from typing import Any, TypeGuard
 
 from ..rules import PER_TENSOR, PRIMITIVES, Chain, Rule, RuleFunction
 
@@ -65,6 +66,43 @@ class _Plain(ast.NodeTransformer):
         return node
 
 
+class _FusedSums(ast.NodeTransformer):
+    """See `with_fused_sums`."""
+
+    def __init__(self, negative: Callable[[ast.expr], ast.expr]) -> None:
+        self.negative = negative
+
+    def visit_BinOp(self, node: ast.BinOp) -> ast.expr:
+        self.generic_visit(node)
+        if not isinstance(node.op, (ast.Add, ast.Sub)):
+            return node
+        left, right, minus = node.left, node.right, isinstance(node.op, ast.Sub)
+        if _is_product(left):
+            return call_of("fused", left.left, left.right, self.negative(right) if minus else right)
+        if _is_product(right):
+            a = self.negative(right.left) if minus else right.left
+            return call_of("fused", a, right.right, left)
+        return node
+
+
+def _is_product(node: ast.expr) -> TypeGuard[ast.BinOp]:
+    return isinstance(node, ast.BinOp) and isinstance(node.op, ast.Mult)
+
+
+def call_of(name: str, *operands: ast.expr) -> ast.Call:
+    """A call of one of the operations that an engine binds."""
+    return ast.Call(ast.Name(name, ast.Load()), list(operands), [])
+
+
+def with_fused_sums(tree: ast.AST, negative: Callable[[ast.expr], ast.expr]) -> Any:
+    """A tree with fused(a, b, c) for a * b + c, of two products the left one; differences likewise.
+
+    They are rounded once. Were it left to a compiler, which of two products it fuses would depend
+    on what else is in a kernel. `negative` makes the negative of an expression.
+    """
+    return _FusedSums(negative).visit(tree)
+
+
 def _globals_used(fn: RuleFunction) -> list[str]:
     bound = (*PRIMITIVES, *PER_TENSOR)
     return [x for x in fn.__code__.co_names if x not in bound and x in fn.__globals__]
@@ -96,7 +134,8 @@ def functions_source(
             if callable(value):
                 add(value)
             else:
-                wrapped = f"{literal}({value!r})" if literal else repr(value)
+                number = ast.unparse(ast.Constant(value))  # infinity too, as 1e309
+                wrapped = f"{literal}({number})" if literal else number
                 done[name] = f"{name} = {wrapped}\n"
         tree = ast.parse(textwrap.dedent(inspect.getsource(fn)))
         plain = _Plain(literal, {name for name, value in used.items() if callable(value)})

@@ -78,9 +78,10 @@ class Engine:
 @cache
 def _installed(module: str) -> bool:
     try:
-        return importlib.util.find_spec(module) is not None
+        spec = importlib.util.find_spec(module)
     except ValueError:  # a module set to None in sys.modules
         return False
+    return spec is not None and spec.origin is not None  # a folder of that name may be on the path
 
 
 @cache

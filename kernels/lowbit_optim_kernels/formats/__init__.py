@@ -22,6 +22,8 @@ from torch import Tensor
 from ..rules import Moment
 from .layout import BLOCK, Layout
 
+Fractions = Sequence[Tensor | None]  # what moments are rounded by, numbers in [0, 1)
+
 
 @dataclass(frozen=True)
 class Part:
@@ -81,10 +83,7 @@ class Format(ABC):
 
     @abstractmethod
     def encode(
-        self,
-        moments: Sequence[Moment],
-        values: Sequence[Tensor],
-        random: Sequence[Tensor | None] = (),
+        self, moments: Sequence[Moment], values: Sequence[Tensor], random: Fractions = ()
     ) -> list[Tensor]:
         """Code whole blocks.
 

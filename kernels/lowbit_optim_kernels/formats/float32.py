@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ..rules import Moment
-from . import Format, Part, register
+from . import Format, Fractions, Part, register
 
 
 @dataclass(frozen=True)
@@ -29,10 +29,7 @@ class Float32(Format):
         return tuple(Part(moment.key, None) for moment in moments)
 
     def encode(
-        self,
-        moments: Sequence[Moment],
-        values: Sequence[Tensor],
-        random: Sequence[Tensor | None] = (),
+        self, moments: Sequence[Moment], values: Sequence[Tensor], random: Fractions = ()
     ) -> list[Tensor]:
         return list(values)
 

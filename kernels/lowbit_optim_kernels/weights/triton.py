@@ -110,7 +110,7 @@ def ptx_split(w, bits, EXTRA: tl.constexpr):
             SPLIT_0.value, "=r,r,r,r,r", [w, bits], dtype=tl.bfloat16, is_pure=True, pack=2
         )
         return high, w
-    elif EXTRA == 8:  # noqa: RET505 (Triton takes a second return only in the other branch)
+    elif EXTRA == 8:
         return tl.inline_asm_elementwise(
             SPLIT_8.value, "=r,=r,=r,r,r,r,r,r,r,r,r", [w, bits], dtype=(tl.bfloat16, tl.int8),
             is_pure=True, pack=4,
@@ -174,7 +174,7 @@ def write(w, bits, TYPE: tl.constexpr, SPLIT: tl.constexpr, EXTRA: tl.constexpr,
     """What is stored of the weights of a tile, in p and beside it; the second is for EXTRA bits."""
     if SPLIT and PTX:
         return ptx_split(w, bits, EXTRA)
-    elif SPLIT:  # noqa: RET505 (Triton takes a second return only in the other branch)
+    elif SPLIT:
         return split(w, bits, EXTRA, DITHERED)
     else:
         return narrow(w, TYPE), w

@@ -19,12 +19,13 @@ import llvmlite.binding as llvm
 from llvmlite import ir
 from numba import types
 from numba.core import config
-from numba.core.codegen import get_host_cpu_features, initialize_llvm
+from numba.core.codegen import initialize_llvm
 from numba.core.compiler import Flags, compile_extra
 from numba.core.compiler_lock import global_compiler_lock
 from numba.core.registry import cpu_target
 
 from ...codegen import module_cache
+from .vector import host_features
 
 
 class CFunction:
@@ -44,11 +45,8 @@ class CFunction:
 @cache
 def processor() -> str:
     """What machine code is for: LLVM's names of the system, the processor and its features."""
-    settings = vars(config)
-    name, features = settings["CPU_NAME"], settings["CPU_FEATURES"]
-    name = llvm.get_host_cpu_name() if name is None else name
-    features = get_host_cpu_features() if features is None else features
-    return repr((llvm.get_process_triple(), name, features))
+    name = vars(config)["CPU_NAME"] or llvm.get_host_cpu_name()
+    return repr((llvm.get_process_triple(), name, host_features()))
 
 
 _made: dict[str, CFunction] = {}

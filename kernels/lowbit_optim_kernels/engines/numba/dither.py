@@ -14,30 +14,36 @@ from numba.extending import intrinsic
 from ...dither import ROUNDS, SPACE, TIME
 from ...plan import WEIGHT_BLOCK
 from .inner import inlined
-from .vector import LANES, F, constant, f32, fill, i32, i64, pointer, spread, vector
+from .vector import (
+    LANES,
+    F,
+    constant,
+    f32,
+    fill,
+    i32,
+    i64,
+    like,
+    of_one,
+    of_two,
+    pointer,
+    spread,
+    vector,
+)
 
 _LANES = [lane * SPACE % 2**32 for lane in range(LANES)]
 
 
 def _mix(b: ir.IRBuilder, x: ir.Value) -> ir.Value:
     """The hash of a number, or of each lane."""
-
-    def number(value: int) -> ir.Constant:
-        return ir.Constant(i32, value) if x.type == i32 else fill(i32, value)
-
     for shift, factor in ROUNDS:
-        x = b.mul(b.xor(x, b.lshr(x, number(shift))), number(factor))
-    return b.xor(x, b.lshr(x, number(16)))
+        x = b.mul(b.xor(x, b.lshr(x, like(x, shift))), like(x, factor))
+    return b.xor(x, b.lshr(x, like(x, 16)))
 
 
-@intrinsic
-def stream_key(typing, tensor_key, stream):
+@of_two(types.int64)
+def stream_key(b: ir.IRBuilder, tensor_key: ir.Value, stream: ir.Value) -> ir.Value:
     """The key of one stream of a parameter."""
-
-    def emit(context, b, signature_, args):
-        return b.zext(_mix(b, b.trunc(b.add(*args), i32)), i64)
-
-    return types.int64(types.int64, types.int64), emit
+    return b.zext(_mix(b, b.trunc(b.add(tensor_key, stream), i32)), i64)
 
 
 @intrinsic
@@ -72,15 +78,11 @@ def hash_blocks(typing, hashes, key, step, block):
     return types.void(types.int64, types.int64, types.int64, types.int64), emit
 
 
-@intrinsic
-def hashed(typing, hashes, k):
+@of_two(types.int64)
+def hashed(b: ir.IRBuilder, hashes: ir.Value, k: ir.Value) -> ir.Value:
     """The `block_bits` of a run's block k, where `hash_blocks` was given every sixteenth."""
-
-    def emit(context, b, signature_, args):
-        place = b.shl(b.and_(args[1], ir.Constant(i64, LANES - 1)), ir.Constant(i64, 2))
-        return b.zext(b.load(pointer(b, b.add(args[0], place), i32)), i64)
-
-    return types.int64(types.int64, types.int64), emit
+    place = b.shl(b.and_(k, ir.Constant(i64, LANES - 1)), ir.Constant(i64, 2))
+    return b.zext(b.load(pointer(b, b.add(hashes, place), i32)), i64)
 
 
 @inlined
@@ -121,34 +123,21 @@ def random_bits_of_two(typing, base, following, lane):
     return F(types.int64, types.int64, types.int64), emit
 
 
-@intrinsic
-def first_bits(typing, base):
+@of_one(types.int64, F)
+def first_bits(b: ir.IRBuilder, base: ir.Value) -> ir.Value:
     """The bits of the first 16 lanes of a block."""
-
-    def emit(context, b, signature_, args):
-        return b.bitcast(_bits(b, args[0], ir.Constant(i64, 0)), vector(f32))
-
-    return F(types.int64), emit
+    return b.bitcast(_bits(b, base, ir.Constant(i64, 0)), vector(f32))
 
 
-@intrinsic
-def next_bits(typing, bits):
+@of_one(F)
+def next_bits(b: ir.IRBuilder, bits: ir.Value) -> ir.Value:
     """The bits of the 16 lanes after those of `bits`."""
-
-    def emit(context, b, signature_, args):
-        step = fill(i32, LANES * SPACE % 2**32)
-        return b.bitcast(b.add(b.bitcast(args[0], vector(i32)), step), vector(f32))
-
-    return F(F), emit
+    step = fill(i32, LANES * SPACE % 2**32)
+    return b.bitcast(b.add(b.bitcast(bits, vector(i32)), step), vector(f32))
 
 
-@intrinsic
-def fractions(typing, bits):
+@of_one(F)
+def fractions(b: ir.IRBuilder, bits: ir.Value) -> ir.Value:
     """Bits as numbers in [0, 1)."""
-
-    def emit(context, b, signature_, args):
-        upper = b.lshr(b.bitcast(args[0], vector(i32)), fill(i32, 8))
-        upper = b.sitofp(upper, vector(f32))
-        return b.fmul(upper, fill(f32, 2.0**-24), flags=("contract",))
-
-    return F(F), emit
+    upper = b.sitofp(b.lshr(b.bitcast(bits, vector(i32)), fill(i32, 8)), vector(f32))
+    return b.fmul(upper, fill(f32, 2.0**-24), flags=("contract",))

@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib
 import inspect
 import math
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -20,7 +21,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ... import dither, weights
+from ... import dither, plan, rules, weights
 from ...codegen.analysis import hyper_names
 from ...codegen.module_cache import import_source
 from ...formats import Format, Unit
@@ -44,10 +45,10 @@ _HELPERS = ("cache", "dither", "element", "inner", "memory", "scalar", "vector")
 def _depends(format: Format | None = None) -> tuple[str, ...]:
     """What compiled code depends on beside its own text."""
     modules = [importlib.import_module(f"{__package__}.{name}") for name in _HELPERS]
-    modules += [dither, weights, importlib.import_module(numba_source.WEIGHTS)]
+    modules += [dither, plan, rules, weights, importlib.import_module(numba_source.WEIGHTS)]
     code = None if format is None else numba_source.code_of(format)
     if code is not None:
-        modules += [code, *getattr(code, "DEPENDS", ())]
+        modules += [sys.modules[type(format).__module__], code, *getattr(code, "DEPENDS", ())]
     versions = (numba.__version__, llvmlite.__version__, np.__version__)
     return (*versions, *map(inspect.getsource, modules))
 

@@ -10,19 +10,16 @@ from numba.core import cgutils
 from numba.extending import intrinsic
 
 from .inner import inner
-from .vector import F, f32, f64, fill, i8, i16, i32, i64, pointer, vector
+from .vector import F, f32, f64, fill, i8, i16, i32, i64, like, of_one, pointer, vector
 
 
 def _loader(element: ir.Type, widen: Callable) -> Callable:
     """16 consecutive numbers of a dtype as a vector; no alignment is assumed beyond the dtype's."""
 
-    @intrinsic
-    def load(typing, address):
-        def emit(context, b, signature_, args):
-            at = pointer(b, args[0], vector(element))
-            return widen(b, b.load(at, align=4 if element is f32 else 2))
-
-        return F(types.int64), emit
+    @of_one(types.int64, F)
+    def load(b: ir.IRBuilder, address: ir.Value) -> ir.Value:
+        at = pointer(b, address, vector(element))
+        return widen(b, b.load(at, align=4 if element is f32 else 2))
 
     return load
 
@@ -44,12 +41,16 @@ def _from_bf16(b: ir.IRBuilder, x: ir.Value) -> ir.Value:
     return b.bitcast(b.shl(b.zext(x, vector(i32)), fill(i32, 16)), vector(f32))
 
 
+def rounded_bits(b: ir.IRBuilder, bits: ir.Value) -> ir.Value:
+    """Bits of fp32 whose upper half is the nearest bf16 number, ties to even; not of NaN."""
+    odd = b.and_(b.lshr(bits, like(bits, 16)), like(bits, 1))
+    return b.add(b.add(bits, like(bits, 0x7FFF)), odd)
+
+
 def _to_bf16(b: ir.IRBuilder, x: ir.Value) -> ir.Value:
-    """Round to nearest even; NaN stays NaN. (The machine's own instruction flushes subnormals.)"""
-    bits = b.bitcast(x, vector(i32))
-    odd = b.and_(b.lshr(bits, fill(i32, 16)), fill(i32, 1))
-    rounded = b.add(b.add(bits, fill(i32, 0x7FFF)), odd)
+    """NaN stays NaN. (The machine's own instruction flushes subnormals.)"""
     is_nan = b.fcmp_unordered("uno", x, x)
+    rounded = rounded_bits(b, b.bitcast(x, vector(i32)))
     rounded = b.select(is_nan, fill(i32, 0x7FC00000), rounded)
     return b.trunc(b.lshr(rounded, fill(i32, 16)), vector(i16))
 
@@ -63,44 +64,40 @@ store_bf16 = _storer(i16, _to_bf16)
 store_f16 = _storer(_half, lambda b, x: b.fptrunc(x, vector(_half)))
 
 
-@intrinsic
-def read_f32(typing, address):
-    """One fp32 number."""
-    return types.float32(types.int64), lambda c, b, s, a: b.load(pointer(b, a[0], f32))
+def _reader(number: types.Type, element: ir.Type) -> Callable:
+    """One number at an address."""
+    return of_one(types.int64, number)(lambda b, at: b.load(pointer(b, at, element)))
 
 
-@intrinsic
-def read_f64(typing, address):
-    """One fp64 number."""
-    return types.float64(types.int64), lambda c, b, s, a: b.load(pointer(b, a[0], f64))
+def _writer(number: types.Type, element: ir.Type) -> Callable:
+    @intrinsic
+    def write(typing, address, x):
+        def emit(context, b, signature_, args):
+            b.store(args[1], pointer(b, args[0], element))
+            return context.get_dummy_value()
+
+        return types.void(types.int64, number), emit
+
+    return write
 
 
-@intrinsic
-def read_i64(typing, address):
-    """One int64 number."""
-    return types.int64(types.int64), lambda c, b, s, a: b.load(pointer(b, a[0], i64))
+read_i64 = _reader(types.int64, i64)
+read_f32, write_f32 = (make(types.float32, f32) for make in (_reader, _writer))
+read_f64, write_f64 = (make(types.float64, f64) for make in (_reader, _writer))
+read_byte = of_one(types.int64)(lambda b, at: b.zext(b.load(pointer(b, at, i8)), i64))
+write_byte = _writer(types.uint8, i8)
 
 
-@intrinsic
-def take(typing, address):
+@of_one(types.int64)
+def take(b: ir.IRBuilder, address: ir.Value) -> ir.Value:
     """The int64 number at an address, which is then one more; atomic."""
-
-    def emit(context, b, signature_, args):
-        at = pointer(b, args[0], i64)
-        return b.atomic_rmw("add", at, ir.Constant(i64, 1), "monotonic")
-
-    return types.int64(types.int64), emit
+    return b.atomic_rmw("add", pointer(b, address, i64), ir.Constant(i64, 1), "monotonic")
 
 
-@intrinsic
-def number_of(typing, function):
+@of_one(types.int64)
+def number_of(b: ir.IRBuilder, function: ir.Value) -> ir.Value:
     """What the C function `int function(void)` at an address returns."""
-
-    def emit(context, b, signature_, args):
-        kind = ir.FunctionType(i32, []).as_pointer()
-        return b.sext(b.call(b.inttoptr(args[0], kind), []), i64)
-
-    return types.int64(types.int64), emit
+    return b.sext(b.call(pointer(b, function, ir.FunctionType(i32, [])), []), i64)
 
 
 def _cell(b: ir.IRBuilder, table: list, element: ir.Type) -> ir.Value:
@@ -110,18 +107,16 @@ def _cell(b: ir.IRBuilder, table: list, element: ir.Type) -> ir.Value:
     return pointer(b, b.add(address, b.shl(place, ir.Constant(i64, 3))), element)
 
 
-@intrinsic
-def cell_i64(typing, table, row, columns, column):
-    """A number of the int64 table at an address."""
-    kind = types.int64
-    return kind(kind, kind, kind, kind), lambda c, b, s, a: b.load(_cell(b, a, i64))
+def _cell_reader(number: types.Type, element: ir.Type) -> Callable:
+    @intrinsic
+    def cell(typing, table, row, columns, column):
+        returns = number(types.int64, types.int64, types.int64, types.int64)
+        return returns, lambda c, b, s, a: b.load(_cell(b, a, element))
+
+    return cell
 
 
-@intrinsic
-def cell_f64(typing, table, row, columns, column):
-    """A number of the fp64 table at an address."""
-    kind = types.int64
-    return types.float64(kind, kind, kind, kind), lambda c, b, s, a: b.load(_cell(b, a, f64))
+cell_i64, cell_f64 = _cell_reader(types.int64, i64), _cell_reader(types.float64, f64)
 
 
 @intrinsic
@@ -134,45 +129,6 @@ def set_cell_f64(typing, table, row, columns, column, x):
 
     kind = types.int64
     return types.void(kind, kind, kind, kind, types.float64), emit
-
-
-@intrinsic
-def write_f32(typing, address, x):
-    """Store one fp32 number."""
-
-    def emit(context, b, signature_, args):
-        b.store(args[1], pointer(b, args[0], f32))
-        return context.get_dummy_value()
-
-    return types.void(types.int64, types.float32), emit
-
-
-@intrinsic
-def write_f64(typing, address, x):
-    """Store one fp64 number."""
-
-    def emit(context, b, signature_, args):
-        b.store(args[1], pointer(b, args[0], f64))
-        return context.get_dummy_value()
-
-    return types.void(types.int64, types.float64), emit
-
-
-@intrinsic
-def read_byte(typing, address):
-    """One byte, as an int64 number."""
-    return types.int64(types.int64), lambda c, b, s, a: b.zext(b.load(pointer(b, a[0], i8)), i64)
-
-
-@intrinsic
-def write_byte(typing, address, x):
-    """Store one byte."""
-
-    def emit(context, b, signature_, args):
-        b.store(args[1], pointer(b, args[0], i8))
-        return context.get_dummy_value()
-
-    return types.void(types.int64, types.uint8), emit
 
 
 @intrinsic(prefer_literal=True)

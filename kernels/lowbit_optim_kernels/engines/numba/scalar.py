@@ -12,7 +12,7 @@ from numba.extending import intrinsic
 from ...rules import HISTORY
 from .inner import inner
 from .memory import read_f32, stack, take, write_f32
-from .vector import call, f32, f64, i64, pointer
+from .vector import call, f32, f64, i64, larger, of_one, of_two, pointer, sign_of, smaller
 
 __all__ = [
     "abs", "count_step", "exp", "inner", "log", "maximum", "minimum", "power", "read_step",
@@ -23,58 +23,29 @@ __all__ = [
 _SEEN = 4 * HISTORY  # bytes
 
 
-def _larger(b: ir.IRBuilder, x: ir.Value, y: ir.Value) -> ir.Value:
-    return b.select(b.fcmp_ordered(">", x, y), x, y)
-
-
-def _smaller(b: ir.IRBuilder, x: ir.Value, y: ir.Value) -> ir.Value:
-    return b.select(b.fcmp_ordered("<", x, y), x, y)
-
-
-def _sign(b: ir.IRBuilder, x: ir.Value) -> ir.Value:
-    zero, one, minus = (ir.Constant(f64, value) for value in (0.0, 1.0, -1.0))
-    negative = b.select(b.fcmp_ordered("<", x, zero), minus, zero)
-    return b.select(b.fcmp_ordered(">", x, zero), one, negative)
+_number = types.float64
 
 
 def _library(name: str) -> Callable:
     return lambda b, *numbers: call(b, f"llvm.{name}.f64", f64, *numbers)
 
 
-def _of_one(emit: Callable) -> Callable:
-    @intrinsic
-    def function(typing, x):
-        return types.float64(types.float64), lambda c, b, s, a: emit(b, *a)
-
-    return function
-
-
-def _of_two(emit: Callable) -> Callable:
-    @intrinsic
-    def function(typing, x, y):
-        return types.float64(types.float64, types.float64), lambda c, b, s, a: emit(b, *a)
-
-    return function
-
-
-abs, sqrt, log, exp = (_of_one(_library(name)) for name in ("fabs", "sqrt", "log", "exp"))
-sign, single = _of_one(_sign), _of_one(lambda b, x: b.fpext(b.fptrunc(x, f32), f64))
-maximum, minimum, power = _of_two(_larger), _of_two(_smaller), _of_two(_library("pow"))
+abs, sqrt, log, exp = map(of_one(_number), map(_library, ("fabs", "sqrt", "log", "exp")))
+sign = of_one(_number)(sign_of)
+single = of_one(_number)(lambda b, x: b.fpext(b.fptrunc(x, f32), f64))
+maximum, minimum, power = map(of_two(_number), (larger, smaller, _library("pow")))
 
 
 @intrinsic
 def where(typing, condition, x, y):
     """The number x where the condition is true, else y."""
-    number = types.float64
-    return number(types.boolean, number, number), lambda c, b, s, a: b.select(*a)
+    return _number(types.boolean, _number, _number), lambda c, b, s, a: b.select(*a)
 
 
-@intrinsic
-def read_step(typing, address):
+@of_one(types.int64, _number)
+def read_step(b: ir.IRBuilder, address: ir.Value) -> ir.Value:
     """The number of the step at an address, an int64, as a number."""
-
-    kind = types.float64(types.int64)
-    return kind, lambda c, b, s, a: b.sitofp(b.load(pointer(b, a[0], i64)), f64)
+    return b.sitofp(b.load(pointer(b, address, i64)), f64)
 
 
 @inner

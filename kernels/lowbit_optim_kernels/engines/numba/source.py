@@ -21,7 +21,7 @@ import importlib
 import math
 from functools import cache
 from types import ModuleType, SimpleNamespace
-from typing import Any, TypeGuard
+from typing import Any
 
 import torch
 
@@ -34,6 +34,7 @@ from ...codegen.analysis import (
     name_of,
     reads,
     scalar_functions,
+    with_fused_sums,
 )
 from ...codegen.specialize import Item, Variable, Writer, variables
 from ...dither import WEIGHT
@@ -133,35 +134,10 @@ def scalar_module(rule: Rule) -> str:
     return writer.text(f"{head}\n\n\n{functions_source(scalar_functions(rule), INNER)}")
 
 
-class _Fused(ast.NodeTransformer):
-    """Turn a * b + c into fused(a, b, c), and differences likewise."""
-
-    def visit_BinOp(self, node: ast.BinOp) -> ast.expr:
-        self.generic_visit(node)
-        if not isinstance(node.op, (ast.Add, ast.Sub)):
-            return node
-        minus = isinstance(node.op, ast.Sub)
-        if _is_product(node.left):
-            return _call_fused(node.left, node.right, False, minus)
-        if _is_product(node.right):
-            return _call_fused(node.right, node.left, minus, False)
-        return node
-
-
-def _is_product(node: ast.expr) -> TypeGuard[ast.BinOp]:
-    return isinstance(node, ast.BinOp) and isinstance(node.op, ast.Mult)
-
-
-def _call_fused(product: ast.BinOp, other: ast.expr, negated: bool, minus: bool) -> ast.expr:
-    """The product, negated or not, plus or minus the other."""
-    a = ast.UnaryOp(ast.USub(), product.left) if negated else product.left
-    c = ast.UnaryOp(ast.USub(), other) if minus else other
-    return ast.Call(ast.Name("fused", ast.Load()), [a, product.right, c], [])
-
-
 def _with_fused(source: str) -> str:
     """Source of element functions with one multiplication and addition where there can be."""
-    return ast.unparse(ast.fix_missing_locations(_Fused().visit(ast.parse(source))))
+    fused = with_fused_sums(ast.parse(source), lambda x: ast.UnaryOp(ast.USub(), x))
+    return ast.unparse(ast.fix_missing_locations(fused))
 
 
 @cache
@@ -235,15 +211,9 @@ class _Passes:
     """Adds the element passes of one rule to a module."""
 
     def __init__(
-        self,
-        writer: Writer,
-        rule: Rule,
-        p_kind: str,
-        g_kind: str,
-        format: Format,
-        weights: Weights,
-        shifted: bool,
-    ) -> None:
+        self, writer: Writer, rule: Rule, p_kind: str, g_kind: str, format: Format,
+        weights: Weights, shifted: bool,
+    ) -> None:  # fmt: skip
         self.writer, self.rule, self.block, self.bits = writer, rule, format.block, format.bits
         self.weights, self.apart = weights, shifted or format.block % WEIGHT_BLOCK > 0
         self.p_kind, self.g_kind = p_kind, g_kind

@@ -15,9 +15,9 @@ import operator
 import platform
 from collections.abc import Callable
 
-import llvmlite.binding as llvm
 from llvmlite import ir
 from numba.core import cgutils, config, types
+from numba.core.codegen import get_host_cpu_features
 from numba.core.imputils import lower_builtin, lower_cast
 from numba.core.typeconv import Conversion
 from numba.core.typing.templates import AbstractTemplate, infer_global, signature
@@ -36,18 +36,18 @@ def vector(element: ir.Type, lanes: int = LANES) -> ir.VectorType:
     return ir.VectorType(element, lanes)
 
 
-def host_features() -> set[str]:
-    """CPU features that Numba compiles for; NUMBA_CPU_NAME and NUMBA_CPU_FEATURES win."""
+def host_features() -> str:
+    """Features of the CPU that Numba compiles for, as LLVM takes them: all with a + or a -.
+
+    What NUMBA_CPU_FEATURES or NUMBA_ENABLE_AVX switch off must not be asked for: LLVM would end the
+    process.
+    """
     # Numba reads its settings from the environment when it is imported.
-    features, name = vars(config)["CPU_FEATURES"], vars(config)["CPU_NAME"]
-    if features is not None:
-        return {feature[1:] for feature in features.split(",") if feature.startswith("+")}
-    if name not in (None, "host"):
-        return set()  # a named CPU without a list of features: assume nothing
-    return {name for name, present in llvm.get_host_cpu_features().items() if present}
+    features = vars(config)["CPU_FEATURES"]
+    return get_host_cpu_features() if features is None else features
 
 
-_FEATURES = host_features()
+_FEATURES = {feature[1:] for feature in host_features().split(",") if feature.startswith("+")}
 HAS_AVX512 = {"avx512f", "avx512bw", "avx512dq"} <= _FEATURES
 HAS_AVX2 = {"avx2", "fma"} <= _FEATURES
 HAS_VBMI = HAS_AVX512 and "avx512vbmi" in _FEATURES
@@ -130,6 +130,13 @@ def spread(builder: ir.IRBuilder, x: ir.Value, lanes: int = LANES) -> ir.Value:
     return builder.shuffle_vector(one, undefined, fill(i32, 0, lanes))
 
 
+def like(x: ir.Value, value: float) -> ir.Constant:
+    """A constant of the type of x, a number or a vector."""
+    if isinstance(x.type, ir.VectorType):
+        return fill(x.type.element, value, x.type.count)
+    return ir.Constant(x.type, value)
+
+
 def shuffle(builder: ir.IRBuilder, x: ir.Value, y: ir.Value, index) -> ir.Value:
     """Lanes of x and y by a constant index."""
     return builder.shuffle_vector(x, y, constant(i32, list(index)))
@@ -144,6 +151,23 @@ def call(builder: ir.IRBuilder, name: str, returns: ir.Type, *arguments: ir.Valu
 def fabs(builder: ir.IRBuilder, x: ir.Value) -> ir.Value:
     """|x| of a vector."""
     return call(builder, "llvm.fabs.v16f32", vector(f32), x)
+
+
+def larger(builder: ir.IRBuilder, x: ir.Value, y: ir.Value) -> ir.Value:
+    """The larger of numbers or of each pair of lanes; y where one is NaN."""
+    return builder.select(builder.fcmp_ordered(">", x, y), x, y)
+
+
+def smaller(builder: ir.IRBuilder, x: ir.Value, y: ir.Value) -> ir.Value:
+    """The smaller of numbers or of each pair of lanes; y where one is NaN."""
+    return builder.select(builder.fcmp_ordered("<", x, y), x, y)
+
+
+def sign_of(builder: ir.IRBuilder, x: ir.Value) -> ir.Value:
+    """-1, 0 or 1 by the sign of a number or of each lane; NaN gives 0."""
+    zero, one, minus = (like(x, value) for value in (0.0, 1.0, -1.0))
+    negative = builder.select(builder.fcmp_ordered("<", x, zero), minus, zero)
+    return builder.select(builder.fcmp_ordered(">", x, zero), one, negative)
 
 
 def multiply_add(builder: ir.IRBuilder, x: ir.Value, y: ir.Value, z: ir.Value) -> ir.Value:
@@ -253,28 +277,36 @@ def _negate(context, builder, signature_, args):
     return builder.fneg(args[0])
 
 
-@intrinsic
-def sqrt(typing, x):
-    """Square root of each lane."""
-    return F(F), lambda c, b, s, a: call(b, "llvm.sqrt.v16f32", vector(f32), a[0])
+def of_one(kind: types.Type, returns: types.Type | None = None) -> Callable[[Callable], Callable]:
+    """Make a function of a number or a vector of this kind from what builds its value."""
+
+    def made(emit: Callable) -> Callable:
+        @intrinsic
+        def function(typing, x):
+            return (returns or kind)(kind), lambda c, b, s, a: emit(b, *a)
+
+        return function
+
+    return made
 
 
-@intrinsic
-def absolute(typing, x):
-    """Magnitude of each lane."""
-    return F(F), lambda c, b, s, a: fabs(b, a[0])
+def of_two(kind: types.Type) -> Callable[[Callable], Callable]:
+    """`of_one` for two operands of a kind."""
+
+    def made(emit: Callable) -> Callable:
+        @intrinsic
+        def function(typing, x, y):
+            return kind(kind, kind), lambda c, b, s, a: emit(b, *a)
+
+        return function
+
+    return made
 
 
-@intrinsic
-def maximum(typing, x, y):
-    """The larger of each pair; y where one is NaN."""
-    return F(F, F), lambda c, b, s, a: b.select(b.fcmp_ordered(">", a[0], a[1]), a[0], a[1])
-
-
-@intrinsic
-def minimum(typing, x, y):
-    """The smaller of each pair; y where one is NaN."""
-    return F(F, F), lambda c, b, s, a: b.select(b.fcmp_ordered("<", a[0], a[1]), a[0], a[1])
+sqrt = of_one(F)(lambda b, x: call(b, "llvm.sqrt.v16f32", vector(f32), x))
+absolute, sign = map(of_one(F), (fabs, sign_of))
+splat = of_one(types.float32, F)(spread)
+maximum, minimum = map(of_two(F), (larger, smaller))
 
 
 @intrinsic
@@ -283,39 +315,13 @@ def where(typing, mask, x, y):
     return F(M, F, F), lambda c, b, s, a: b.select(*a)
 
 
-@intrinsic
-def sign(typing, x):
-    """-1, 0 or 1 by the sign of each lane; NaN gives 0."""
-
-    def emit(context, b, signature_, args):
-        zero, one, minus = fill(f32, 0.0), fill(f32, 1.0), fill(f32, -1.0)
-        negative = b.select(b.fcmp_ordered("<", args[0], zero), minus, zero)
-        return b.select(b.fcmp_ordered(">", args[0], zero), one, negative)
-
-    return F(F), emit
-
-
-@intrinsic
-def splat(typing, x):
-    """A vector whose lanes are all x."""
-    return F(types.float32), lambda c, b, s, a: spread(b, a[0])
-
-
 def _is_finite(b: ir.IRBuilder, x: ir.Value) -> ir.Value:
+    """Neither NaN nor infinite."""
     return b.fcmp_ordered("<", fabs(b, x), fill(f32, float("inf")))
 
 
-@intrinsic
-def finite(typing, x):
-    """Mask of lanes that are neither NaN nor infinite."""
-
-    return M(F), lambda c, b, s, a: _is_finite(b, a[0])
-
-
-@intrinsic
-def only_finite(typing, x):
-    """x, or 0 in lanes that are NaN or infinite."""
-    return F(F), lambda c, b, s, a: b.select(_is_finite(b, a[0]), a[0], fill(f32, 0.0))
+finite = of_one(F, M)(_is_finite)
+only_finite = of_one(F)(lambda b, x: b.select(_is_finite(b, x), x, fill(f32, 0.0)))  # else 0
 
 
 def _fold(b: ir.IRBuilder, x: ir.Value, join: Callable) -> ir.Value:
@@ -327,46 +333,24 @@ def _fold(b: ir.IRBuilder, x: ir.Value, join: Callable) -> ir.Value:
     return b.extract_element(x, ir.Constant(i32, 0))
 
 
-@intrinsic
-def reach(typing, top, x):
-    """The larger of top and |x| by bit pattern, so that NaN and infinity win; top >= 0."""
-
-    def emit(context, b, signature_, args):
-        old, new = (b.bitcast(y, vector(i32)) for y in (args[0], fabs(b, args[1])))
-        return b.bitcast(b.select(b.icmp_unsigned(">", old, new), old, new), vector(f32))
-
-    return F(F, F), emit
+def _higher(b: ir.IRBuilder, x: ir.Value, y: ir.Value) -> ir.Value:
+    """The larger of each pair of numbers >= 0 by bit pattern, so that NaN and infinity win."""
+    x, y = (b.bitcast(z, vector(i32)) for z in (x, y))
+    return b.bitcast(b.select(b.icmp_unsigned(">", x, y), x, y), vector(f32))
 
 
-@intrinsic
-def reach_unsigned(typing, top, x):
-    """`reach` for x >= 0."""
-
-    def emit(context, b, signature_, args):
-        old, new = (b.bitcast(y, vector(i32)) for y in args)
-        return b.bitcast(b.select(b.icmp_unsigned(">", old, new), old, new), vector(f32))
-
-    return F(F, F), emit
+reach_unsigned = of_two(F)(_higher)
+reach = of_two(F)(lambda b, top, x: _higher(b, top, fabs(b, x)))  # of magnitudes
 
 
-@intrinsic
-def highest(typing, x):
+@of_one(F, types.float32)
+def highest(b: ir.IRBuilder, x: ir.Value) -> ir.Value:
     """The largest lane of x >= 0 by bit pattern, so that NaN and infinity win."""
-
-    def emit(context, b, signature_, args):
-        bits = b.bitcast(args[0], vector(i32))
-        top = _fold(b, bits, lambda p, q: b.select(b.icmp_unsigned(">", p, q), p, q))
-        return b.bitcast(top, f32)
-
-    return types.float32(F), emit
+    bits = b.bitcast(x, vector(i32))
+    return b.bitcast(_fold(b, bits, lambda p, q: b.select(b.icmp_unsigned(">", p, q), p, q)), f32)
 
 
-@intrinsic
-def total(typing, x):
+@of_one(F, types.float64)
+def total(b: ir.IRBuilder, x: ir.Value) -> ir.Value:
     """The sum of the lanes, in fp64 and in a fixed order."""
-
-    def emit(context, b, signature_, args):
-        wide = b.fpext(args[0], vector(f64))
-        return _fold(b, wide, b.fadd)
-
-    return types.float64(F), emit
+    return _fold(b, b.fpext(x, vector(f64)), b.fadd)

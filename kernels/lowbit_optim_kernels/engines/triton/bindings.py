@@ -120,14 +120,16 @@ def module_of(format: Format) -> ModuleType:
     return importlib.import_module(format.triton)
 
 
-def _with_tables(
-    rule: Rule, formats: Sequence[Format], ptx: bool, device: torch.device
-) -> list[tuple[Format, Tensor]]:
+def _used(rule: Rule, formats: Sequence[Format]) -> list[Format]:
+    """The formats of all units, each once."""
+    return list(dict.fromkeys(unit.format for f in formats for unit in units(rule.moments, f)))
+
+
+def _with_tables(rule: Rule, formats: Sequence[Format], ptx: bool) -> list[tuple[Format, Tensor]]:
     """The look-up tables of all formats in use, each filled up to a multiple of ALIGNMENT."""
-    used = dict.fromkeys(unit.format for f in formats for unit in units(rule.moments, f))
     found = []
-    for format in used:
-        table = module_of(format).table(ptx, device)
+    for format in _used(rule, formats):
+        table = module_of(format).table(ptx, torch.device("cpu"))
         if table is not None:
             found.append((format, torch.nn.functional.pad(table, (0, -len(table) % ALIGNMENT))))
     return found
@@ -135,9 +137,12 @@ def _with_tables(
 
 @cache
 def tables(rule: Rule, formats: tuple[Format, ...], ptx: bool, device: torch.device) -> Tensor:
-    """What the per-element kernels take as `tables`."""
-    found = [table for _, table in _with_tables(rule, formats, ptx, device)]
-    return torch.cat(found) if found else torch.zeros(ALIGNMENT, device=device)
+    """What the per-element kernels take as `tables`, for steps on any stream.
+
+    So it comes whole from the host, by a copy that is over when `to` returns.
+    """
+    found = [table for _, table in _with_tables(rule, formats, ptx)]
+    return torch.cat(found or [torch.zeros(ALIGNMENT, device="cpu")]).to(device, torch.float32)
 
 
 def _pieces(unit: Unit) -> list[Unit]:
@@ -200,9 +205,7 @@ class _Writer:
             x.key: (f"scalars.OF_{'HISTORY' if x.history else 'NUMBER'}", lasting_column(rule, k))
             for k, x in enumerate(rule.lasting)
         }
-        self.used = list(
-            dict.fromkeys(unit.format for f in formats for unit in units(rule.moments, f))
-        )
+        self.used = _used(rule, formats)
 
     def module(self) -> str:
         rule = self.rule
@@ -310,7 +313,7 @@ class _Writer:
 
     def _formats(self) -> str:
         at, offsets = 0, {}
-        for format, table in _with_tables(self.rule, self.formats, self.ptx, torch.device("cpu")):
+        for format, table in _with_tables(self.rule, self.formats, self.ptx):
             offsets[format] = at
             at += len(table)
         return _tuple([self._format(format, offsets) for format in self.formats])

@@ -86,7 +86,8 @@ def compile_for(target: GPUTarget, rule: Rule, name: str, *given: tuple, **switc
         triton's CompiledKernel.
     """
     kinds = tuple(Kind(*each) for each in given)
-    made = kernels(rule, grid.formats_of(kinds), target.backend == "cuda")
+    ptx = target.backend == "cuda" and target.arch >= 80  # as `takes_ptx`
+    made = kernels(rule, grid.formats_of(kinds), ptx)
     kernel, constants = getattr(made, name), {**grid.constants(kinds), **switches}
     names = kernel.arg_names
     signature = {argument: _ELEMENTS.get(argument, "constexpr") for argument in names}
@@ -212,32 +213,24 @@ def start(batch: Batch) -> TritonRun:
     return TritonRun(batch)
 
 
-def _own(unit: Unit, name: str) -> Callable | None:
-    """A function of a format's module for whole tensors, which it need not have."""
-    return getattr(bindings.module_of(unit.format), name, None) if unit.format.triton else None
+def _whole_tensors(
+    name: str, by_torch: Callable, unit: Unit, given: Sequence[Tensor], layout: Layout,
+    out: Sequence[Tensor],
+) -> None:  # fmt: skip
+    """Call this function of the format's module, or where it has none the torch engine's."""
+    own = getattr(bindings.module_of(unit.format), name, None) if unit.format.triton else None
+    if own is None:
+        by_torch(unit, given, layout, out)
+        return
+    with _on(out[0].device):
+        own(unit, given, layout, out, takes_ptx(out[0].device), OPTIONS)
 
 
 def encode(unit: Unit, values: Sequence[Tensor], layout: Layout, out: Sequence[Tensor]) -> None:
-    """Code contiguous tensors into the tensors `out` of a unit's parts; bad numbers give zero.
-
-    By `encode_tensors` of the format's module, or where it has none by torch operators.
-    """
-    own, device = _own(unit, "encode_tensors"), values[0].device
-    if own is None:
-        torch_engine.encode(unit, values, layout, out)
-        return
-    with _on(device):
-        own(unit, values, layout, out, takes_ptx(device), OPTIONS)
+    """Code contiguous tensors into the tensors `out` of a unit's parts; bad numbers give zero."""
+    _whole_tensors("encode_tensors", torch_engine.encode, unit, values, layout, out)
 
 
 def decode(unit: Unit, stored: Sequence[Tensor], layout: Layout, out: Sequence[Tensor]) -> None:
-    """Write the numbers of a unit's moments into the contiguous tensors `out`.
-
-    By `decode_tensors` of the format's module, or where it has none by torch operators.
-    """
-    own, device = _own(unit, "decode_tensors"), out[0].device
-    if own is None:
-        torch_engine.decode(unit, stored, layout, out)
-        return
-    with _on(device):
-        own(unit, stored, layout, out, takes_ptx(device), OPTIONS)
+    """Write the numbers of a unit's moments into the contiguous tensors `out`."""
+    _whole_tensors("decode_tensors", torch_engine.decode, unit, stored, layout, out)

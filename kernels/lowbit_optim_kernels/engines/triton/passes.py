@@ -95,7 +95,7 @@ def call(values, CALL: tl.constexpr):
     given = CALL[FUNCTION](*pick(values, CALL[READS]))
     if CALL[GIVES] == 1:
         return (given,)
-    else:  # noqa: RET505 (Triton takes a second return only in the other branch)
+    else:
         return given
 
 
@@ -120,7 +120,7 @@ def tensor_and_kind(work, KINDS: tl.constexpr, PTX: tl.constexpr):
         )  # fmt: skip
     if len(KINDS) == 1:
         return entry.to(tl.int64), entry
-    else:  # noqa: RET505 (Triton takes a second return only in the other branch)
+    else:
         return (entry % NUMBER).to(tl.int64), entry // NUMBER
 
 
@@ -189,7 +189,7 @@ def moved(p, u, shrink, rate, LITERAL: tl.constexpr):
     """The new weights; a shrink that is a LITERAL is 1, and the compiler drops it."""
     if LITERAL:
         return fused(negative(u), rate, shrink * p)
-    else:  # noqa: RET505 (Triton takes a second return only in the other branch)
+    else:
         return fused(shrink, p, negative(u * rate))
 
 
@@ -242,14 +242,8 @@ def update_tile(
         )  # fmt: skip
 
 
-@triton.jit(noinline=True)
-def called_update_tile(
-    t, address, geometry, work, floats, tables, RULE: tl.constexpr, WRITES: tl.constexpr,
-    FORMAT: tl.constexpr, KINDS: tl.constexpr, KIND: tl.constexpr, SCALED: tl.constexpr,
-):  # fmt: skip
-    update_tile(
-        t, address, geometry, work, floats, tables, RULE, WRITES, FORMAT, KINDS, KIND, SCALED
-    )
+# With several kinds of tiles in a launch each is a function of its own in the machine code.
+called_update_tile = triton.jit(update_tile.fn, noinline=True)
 
 
 @triton.jit
@@ -362,15 +356,7 @@ def partial_at(t, geometry, work, partial, TERMS: tl.constexpr):
     return partial + tile * TERMS
 
 
-@triton.jit(noinline=True)
-def called_sum_tile(
-    t, address, geometry, work, floats, tables, partial, RULE: tl.constexpr, TERMS: tl.constexpr,
-    FORMAT: tl.constexpr, KINDS: tl.constexpr, KIND: tl.constexpr, SCALED: tl.constexpr,
-):  # fmt: skip
-    sum_tile(
-        t, address, geometry, work, floats, tables, partial, RULE, TERMS, FORMAT, KINDS, KIND,
-        SCALED,
-    )  # fmt: skip
+called_sum_tile = triton.jit(sum_tile.fn, noinline=True)
 
 
 @triton.jit

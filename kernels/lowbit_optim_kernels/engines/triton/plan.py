@@ -119,8 +119,9 @@ def _pinned_like(x: Tensor) -> Tensor:
 
 def _send(plan: Plan, which: int, target: Tensor, values: list) -> None:
     """Copy numbers to a device table without waiting for the device."""
-    dtype = np.int64 if target.dtype == torch.int64 else np.float64
-    source = torch.from_numpy(np.array(values, dtype=dtype)).view(target.shape)
+    dtype = np.uint64 if target.dtype == torch.int64 else np.float64
+    numbers = np.array(values, dtype=dtype)  # addresses of Intel's GPUs have the upper bit set
+    source = torch.from_numpy(numbers).view(target.dtype).view(target.shape)
     if target.device.type == "cuda":
         if _capturing(target.device):  # the replays read the source again: it is never reused
             source = plan.spare[0][which].copy_(source)

@@ -133,7 +133,7 @@ def positive(x, PTX: tl.constexpr):
             "set.gt.f32.f32 $0, $1, 0f00000000;", "=f,f", [x], dtype=tl.float32, is_pure=True,
             pack=1,
         )  # fmt: skip
-    else:  # noqa: RET505 (Triton takes a second return only in the other branch)
+    else:
         return tl.where(x > 0.0, 1.0, 0.0)
 
 

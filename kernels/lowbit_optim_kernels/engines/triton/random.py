@@ -77,7 +77,7 @@ def numbered(before, number, FAR: tl.constexpr):
     """Numbers of blocks in the whole parameter, by those in the tensor that is stepped."""
     if FAR:
         return before + number
-    else:  # noqa: RET505 (Triton takes a second return only in the other branch)
+    else:
         return before.to(tl.uint32) + number.to(tl.uint32)
 
 
@@ -99,7 +99,7 @@ def rounded(x, bits, ZERO: tl.constexpr, DITHERED: tl.constexpr, PTX: tl.constex
             " add.rm.f32 u, u, $1; add.rm.f32 $0, u, $3; }",
             "=f,f,r,f", [x, bits, 8388607.0 + ZERO], dtype=tl.float32, is_pure=True, pack=1,
         )  # fmt: skip
-    elif PTX:  # noqa: RET505 (Triton takes a second return only in the other branch)
+    elif PTX:
         return tl.inline_asm_elementwise(
             "{ .reg .f32 u; add.rm.f32 u, $1, 0f3F000000; add.rm.f32 $0, u, $2; }",
             "=f,f,f", [x, 8388608.0 + ZERO], dtype=tl.float32, is_pure=True, pack=1,
@@ -127,7 +127,7 @@ def byte(x, bits, ZERO: tl.constexpr, DITHERED: tl.constexpr, PTX: tl.constexpr)
             DITHERED_BYTES.value, "=r,f,f,f,f,r,r,r,r,r,r,r,r",
             [x, bits, ZERO - 1 if ZERO > 0 else MINUS_ONE], dtype=tl.uint8, is_pure=True, pack=4,
         )  # fmt: skip
-    elif PTX:  # noqa: RET505 (Triton takes a second return only in the other branch)
+    elif PTX:
         return tl.inline_asm_elementwise(
             NEAREST_BYTES.value, "=r,f,f,f,f,r,r,r,r", [x, ZERO], dtype=tl.uint8,
             is_pure=True, pack=4,

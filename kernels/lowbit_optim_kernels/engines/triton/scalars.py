@@ -33,7 +33,7 @@ def per_tensor(t, mask, step, address, geometry, hyper, scalars, sums, SOURCE: t
     """One value for each tensor, from where SOURCE says."""
     if SOURCE[0] == OF_STEP:
         return step
-    elif SOURCE[0] == OF_NUMEL:  # noqa: RET505 (Triton takes one return in each branch)
+    elif SOURCE[0] == OF_NUMEL:
         return tl.load(geometry + t * GEOMETRY + NUMEL, mask=mask, other=1).to(tl.float64)
     elif SOURCE[0] == OF_SCALARS:
         return tl.load(scalars + t * SOURCE[2] + SOURCE[1], mask=mask, other=0.0)

@@ -66,7 +66,7 @@ def blocks_of(t, piece, geometry, work, BLOCK: tl.constexpr, BLOCKS: tl.constexp
     tile = tl.arange(0, NB) + piece
     if BLOCKS == LINE:
         return first.to(tl.int64) * 0, first, tile * 0, first + tile
-    elif BLOCKS == FULL:  # noqa: RET505 (Triton takes a second return only in the other branch)
+    elif BLOCKS == FULL:
         full = (tl.load(geometry + t * GEOMETRY + ROW) // BLOCK).to(tl.uint32)
         down = ((first + tile).to(tl.uint32) // full).to(tl.int32)
         return line, first, down, first + tile - down * full.to(tl.int32)

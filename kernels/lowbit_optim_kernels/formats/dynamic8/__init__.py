@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from ...rules import Moment
-from .. import Format, Part, register
+from .. import Format, Fractions, Part, register
 
 ZERO_CODE = {True: 127, False: 0}
 TOP_CODE = 255  # 1.0 in both maps
@@ -194,10 +194,7 @@ class Dynamic8(Format):
         return (*codes, *scales)
 
     def encode(
-        self,
-        moments: Sequence[Moment],
-        values: Sequence[Tensor],
-        random: Sequence[Tensor | None] = (),
+        self, moments: Sequence[Moment], values: Sequence[Tensor], random: Fractions = ()
     ) -> list[Tensor]:
         scales = [block_absmax(x) for x in values]
         coded = zip(moments, values, scales, random or [None] * len(moments), strict=True)

@@ -23,13 +23,12 @@ from collections.abc import Callable
 import numpy as np
 from llvmlite import ir
 from numba import types
-from numba.extending import intrinsic
 
 from ...engines.numba.dither import next_bits
 from ...engines.numba.inner import inlined, inner
 from ...engines.numba.memory import load_f32, store_f32
 from ...engines.numba.vector import HAS_AVX512 as HAS_AVX512
-from ...engines.numba.vector import f32, i32
+from ...engines.numba.vector import f32, i32, of_one
 from . import numba_decode, numba_encode, numba_registers, numba_tables
 from .numba_decode import decode_s_64, decode_u_64, exact_s_64, exact_u_64
 from .numba_encode import HALF as HALF
@@ -43,18 +42,14 @@ LEAST, MOST = np.float32(2.0**-28), np.float32(2.0**28)  # between which absmax 
 _ONE = np.float32(1.0)
 
 
-@intrinsic
-def _power_of_two_near(typing, a):
+@of_one(types.float32)
+def _power_of_two_near(b: ir.IRBuilder, a: ir.Value) -> ir.Value:
     """The power of two s with 1 <= a s < 2 for a > 0; at most 2**127."""
-
-    def emit(context, b, signature, args):
-        field = b.lshr(b.bitcast(args[0], i32), ir.Constant(i32, 23))
-        wanted = b.sub(ir.Constant(i32, 254), field)
-        positive = b.icmp_signed(">", wanted, ir.Constant(i32, 1))
-        wanted = b.select(positive, wanted, ir.Constant(i32, 1))
-        return b.bitcast(b.shl(wanted, ir.Constant(i32, 23)), f32)
-
-    return types.float32(types.float32), emit
+    field = b.lshr(b.bitcast(a, i32), ir.Constant(i32, 23))
+    wanted = b.sub(ir.Constant(i32, 254), field)
+    positive = b.icmp_signed(">", wanted, ir.Constant(i32, 1))
+    wanted = b.select(positive, wanted, ir.Constant(i32, 1))
+    return b.bitcast(b.shl(wanted, ir.Constant(i32, 23)), f32)
 
 
 @inner

@@ -29,8 +29,10 @@ from ...engines.numba.vector import (
     i16,
     i32,
     i64,
+    larger,
     multiply_add,
     pointer,
+    smaller,
     spread,
     vector,
 )
@@ -56,15 +58,6 @@ NUDGE = 2.0**-45  # one ulp of the smallest midpoint, about 2**-22
 UNIT = 22  # places by dither count 2**-UNIT: an int32 holds 512, and segment 8 leads to 320
 HALF = 0 if HAS_AVX512 else 2**31  # what random bits of the unsigned map are moved by
 INTEGER = 1.5 * 2.0**23  # the last bits of a small number's sum with it are the nearest integer
-
-
-def _larger(b: ir.IRBuilder, x: ir.Value, least: float) -> ir.Value:
-    least = fill(f32, least)
-    return b.select(b.fcmp_ordered(">", x, least), x, least)
-
-
-def _smaller(b: ir.IRBuilder, x: ir.Value, y: ir.Value) -> ir.Value:
-    return b.select(b.fcmp_ordered("<", x, y), x, y)
 
 
 def _linear(b: ir.IRBuilder, x: ir.Value, factor: float | ir.Value, offset: float) -> ir.Value:
@@ -146,7 +139,7 @@ def _position_in_segment(b: ir.IRBuilder, y: ir.Value, signed: bool) -> ir.Value
     """Positions of magnitudes, or unsigned codes, without AVX-512, not cut off."""
     n, slope = _segment(b, y, signed, *segments(signed))
     below_two = fill(f32, float(np.nextafter(np.float32(2), np.float32(0))))
-    v = _smaller(b, _linear(b, y, slope, OFFSET), below_two)
+    v = smaller(b, _linear(b, y, slope, OFFSET), below_two)
     return b.fmul(v, n) if signed else _linear(b, v, n, -1.0)
 
 
@@ -158,9 +151,9 @@ def _signed_line(b: ir.IRBuilder, y: ir.Value) -> ir.Value:
     n, slope = _segment(b, y, True, segments(True)[0], dithered_slopes(True), UNIT)
     v = _linear(b, y, slope, OFFSET)
     near_end = _linear(b, v, 1.0 / 3.0, 4.0 / 3.0)
-    near_end = _smaller(b, near_end, _linear(b, v, 5.0 / 3.0, -2.0 / 3.0))
+    near_end = smaller(b, near_end, _linear(b, v, 5.0 / 3.0, -2.0 / 3.0))
     ends = ((v, 1 / 2), (near_end, 5 / 6))
-    z = _smaller(b, *(_linear(b, x, n, -c * 2.0**UNIT) for x, c in ends))
+    z = smaller(b, *(_linear(b, x, n, -c * 2.0**UNIT) for x, c in ends))
     return b.fptosi(z, vector(i32))
 
 
@@ -177,8 +170,8 @@ def _unsigned_codes(b: ir.IRBuilder, y: ir.Value, random: ir.Value) -> ir.Value:
     else:
         slope, start, first = look_up_rows(b, list(tables), gap)
     d = multiply_add(b, y, slope, start)
-    above = _smaller(b, d, b.fmul(d, fill(f32, 3.0 / 5.0)))
-    z = _smaller(b, _linear(b, d, 3.0, 2.0), above)
+    above = smaller(b, d, b.fmul(d, fill(f32, 3.0 / 5.0)))
+    z = smaller(b, _linear(b, d, 3.0, 2.0), above)
     random = b.sitofp(b.bitcast(random, vector(i32)), vector(f32))
     z = multiply_add(b, random, fill(f32, 2.0**-32), z)
     return b.fptosi(b.fadd(z, first), vector(i32))
@@ -190,7 +183,7 @@ def _line_by_octaves(b: ir.IRBuilder, y: ir.Value, signed: bool) -> ir.Value:
     line = b.lshr(_moved(b, y, octave_table(ends, 128)), fill(i32, 23))
     slope, offset, near_end = (look_up(b, table, line) for table in tables)
     f = multiply_add(b, y, slope, offset)
-    return _smaller(b, multiply_add(b, f, fill(f32, 1.0 / 3.0), near_end), f)
+    return smaller(b, multiply_add(b, f, fill(f32, 1.0 / 3.0), near_end), f)
 
 
 def _cut(b: ir.IRBuilder, z: ir.Value, random: ir.Value) -> ir.Value:
@@ -238,7 +231,7 @@ def _nearest_signed(b: ir.IRBuilder, x: ir.Value, inverse: ir.Value) -> ir.Value
 
 
 def _nearest_unsigned(b: ir.IRBuilder, x: ir.Value, inverse: ir.Value) -> ir.Value:
-    y = _larger(b, _quotient(b, x, inverse), LEAST)
+    y = larger(b, _quotient(b, x, inverse), fill(f32, LEAST))
     if HAS_AVX512:
         place = _position_by_octaves(b, y, y, False)
     else:
@@ -259,7 +252,7 @@ def _dithered_signed(b: ir.IRBuilder, x: ir.Value, inverse: ir.Value, random: ir
 def _dithered_unsigned(
     b: ir.IRBuilder, x: ir.Value, inverse: ir.Value, random: ir.Value
 ) -> ir.Value:
-    y = _larger(b, _quotient(b, x, inverse), LEAST_DITHERED)
+    y = larger(b, _quotient(b, x, inverse), fill(f32, LEAST_DITHERED))
     if HAS_AVX512:
         return _zero_where_zero(b, _cut(b, _line_by_octaves(b, y, False), random), x)
     return _zero_where_zero(b, _unsigned_codes(b, y, random), x)

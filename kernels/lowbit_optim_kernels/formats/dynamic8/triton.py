@@ -135,7 +135,7 @@ def _fma_up(a, b, c, PTX: tl.constexpr):
             "fma.rp.f32 $0, $1, $2, $3;",
             "=f,f,f,f", [a, b, c], dtype=tl.float32, is_pure=True, pack=1,
         )  # fmt: skip
-    else:  # noqa: RET505 (Triton takes a second return only in the other branch)
+    else:
         return tl.fma(a, b, c)
 
 
@@ -191,7 +191,7 @@ def encode_codes(x, top, tables, SIGNED: tl.constexpr, PTX: tl.constexpr):
     """Codes of a tile x of finite moments whose blocks have the scales `top` = absmax(x)."""
     if SIGNED:
         return _encode_signed(x, top, tables, PTX)
-    else:  # noqa: RET505 (Triton takes a second return only in the other branch)
+    else:
         return _encode_unsigned(x, top, tables, PTX)
 
 
@@ -220,7 +220,7 @@ def encode(moments, scales, random, tables, K: tl.constexpr, MOMENTS: tl.constex
     """The codes of the moment."""
     if MOMENTS[0][STREAM] > 0:
         return dithered_codes(moments[0], scales[0], random[0], tables, MOMENTS[0][SIGNED], PTX)
-    else:  # noqa: RET505
+    else:
         return encode_codes(moments[0], scales[0], tables, MOMENTS[0][SIGNED], PTX)
 
 

@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from ...rules import RATIO, SIGN, SQUARE, Moment
-from .. import Format, Part, register
+from .. import Format, Fractions, Part, register
 from ..dynamic8 import DYNAMIC8
 
 BLOCK = 64
@@ -118,10 +118,7 @@ class Ratio8(Format):
         return (*codes, *scales)
 
     def encode(
-        self,
-        moments: Sequence[Moment],
-        values: Sequence[Tensor],
-        random: Sequence[Tensor | None] = (),
+        self, moments: Sequence[Moment], values: Sequence[Tensor], random: Fractions = ()
     ) -> list[Tensor]:
         roots, codes, scales = _roots(moments, values), [], []
         for moment, x, u in zip(moments, values, random or [None] * len(moments), strict=True):
@@ -183,10 +180,7 @@ class Ratio4(Format):
         )
 
     def encode(
-        self,
-        moments: Sequence[Moment],
-        values: Sequence[Tensor],
-        random: Sequence[Tensor | None] = (),
+        self, moments: Sequence[Moment], values: Sequence[Tensor], random: Fractions = ()
     ) -> list[Tensor]:
         m, v, u, w = _ratio_first(moments, [*values, *(random or (None, None))])
         root = v.clamp(min=0.0).sqrt()

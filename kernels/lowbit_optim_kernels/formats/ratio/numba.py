@@ -16,6 +16,7 @@ from numba.extending import intrinsic
 from numpy import float32 as f32
 
 from ...engines.numba.inner import inner
+from ...engines.numba.memory import rounded_bits
 from ...engines.numba.vector import (
     DOWNWARD,
     HAS_AVX512,
@@ -30,6 +31,8 @@ from ...engines.numba.vector import (
     i32,
     maximum,
     minimum,
+    of_one,
+    of_two,
     pointer,
     rounded,
     shuffle,
@@ -57,13 +60,10 @@ _LEAST, _LARGEST, _INFINITY, _NONE, _ONE = (
 
 
 def _loader(widen: Callable) -> Callable:
-    @intrinsic
-    def load(typing, address):
-        def emit(context, b, signature, args):
-            codes = b.load(pointer(b, args[0], vector(i8)), align=1)
-            return b.sitofp(widen(b, b.zext(codes, vector(i32))), vector(single))
-
-        return F(types.int64), emit
+    @of_one(types.int64, F)
+    def load(b: ir.IRBuilder, address: ir.Value) -> ir.Value:
+        codes = b.load(pointer(b, address, vector(i8)), align=1)
+        return b.sitofp(widen(b, b.zext(codes, vector(i32))), vector(single))
 
     return load
 
@@ -98,27 +98,19 @@ def put_codes(typing, address, x, y, z, w):
     return types.void(types.int64, F, F, F, F), emit
 
 
-@intrinsic
-def joined(typing, lower, upper):
+@of_two(F)
+def joined(b: ir.IRBuilder, lower: ir.Value, upper: ir.Value) -> ir.Value:
     """16 pairs of codes of half a byte."""
-
-    def emit(context, b, signature, args):
-        lower, upper = (b.bitcast(x, vector(i32)) for x in args)
-        both = b.or_(b.and_(lower, fill(i32, 15)), b.shl(upper, fill(i32, 4)))
-        return b.bitcast(both, vector(single))
-
-    return F(F, F), emit
+    lower, upper = (b.bitcast(x, vector(i32)) for x in (lower, upper))
+    both = b.or_(b.and_(lower, fill(i32, 15)), b.shl(upper, fill(i32, 4)))
+    return b.bitcast(both, vector(single))
 
 
-@intrinsic
-def read_bf16(typing, address):
+@of_one(types.int64, types.float32)
+def read_bf16(b: ir.IRBuilder, address: ir.Value) -> ir.Value:
     """One bf16 number."""
-
-    def emit(context, b, signature, args):
-        bits = b.zext(b.load(pointer(b, args[0], i16)), i32)
-        return b.bitcast(b.shl(bits, ir.Constant(i32, 16)), single)
-
-    return types.float32(types.int64), emit
+    bits = b.zext(b.load(pointer(b, address, i16)), i32)
+    return b.bitcast(b.shl(bits, ir.Constant(i32, 16)), single)
 
 
 @intrinsic
@@ -136,70 +128,45 @@ def write_bf16(typing, address, x):
 # Rounding.
 
 
-@intrinsic
-def _nearest_bf16(typing, x):
-    """The nearest bf16 number, ties to even."""
-
-    def emit(context, b, signature, args):
-        bits = b.bitcast(args[0], i32)
-        odd = b.and_(b.lshr(bits, ir.Constant(i32, 16)), ir.Constant(i32, 1))
-        bits = b.add(b.add(bits, ir.Constant(i32, 0x7FFF)), odd)
-        return b.bitcast(b.and_(bits, ir.Constant(i32, 0xFFFF0000)), single)
-
-    return types.float32(types.float32), emit
+@of_one(types.float32)
+def _nearest_bf16(b: ir.IRBuilder, x: ir.Value) -> ir.Value:
+    bits = rounded_bits(b, b.bitcast(x, i32))
+    return b.bitcast(b.and_(bits, ir.Constant(i32, 0xFFFF0000)), single)
 
 
-@intrinsic
-def _cut(typing, x):
-    """What is left of numbers without their fractions, as i32 lanes."""
-
-    def emit(context, b, signature, args):
-        return b.bitcast(b.fptosi(args[0], vector(i32)), vector(single))
-
-    return F(F), emit
-
-
-@intrinsic
-def _below(typing, x, zero):
+@of_two(F)
+def _below(b: ir.IRBuilder, x: ir.Value, zero: ir.Value) -> ir.Value:
     """The code of the next integers below numbers of less than 2**22, as i32 lanes."""
-
-    def emit(context, b, signature, args):
-        x, zero = args
-        if HAS_AVX512:  # in one instruction
-            name = "llvm.x86.avx512.add.ps.512"
-            return call(b, name, vector(single), x, b.fadd(zero, fill(single, INTEGER)), DOWNWARD)
-        return b.fadd(floor(b, x), b.fadd(zero, fill(single, INTEGER)))
-
-    return F(F, F), emit
+    zero = b.fadd(zero, fill(single, float(INTEGER)))
+    if HAS_AVX512:  # in one instruction
+        return call(b, "llvm.x86.avx512.add.ps.512", vector(single), x, zero, DOWNWARD)
+    return b.fadd(floor(b, x), zero)
 
 
-@intrinsic
-def _with_sign(typing, x, y):
-    """The magnitudes of x with the signs of y."""
-    return F(F, F), lambda c, b, s, a: call(b, "llvm.copysign.v16f32", vector(single), *a)
-
-
-@intrinsic
-def _root(typing, x):
+@of_one(F)
+def _root(b: ir.IRBuilder, x: ir.Value) -> ir.Value:
     """sqrt(x), with AVX-512 to about one unit in the last place; zero may give NaN.
 
     A step has two square roots and two divisions for an element, all of them by one unit of the
     processor: so this is a step of Newton's method from an estimate of 14 bits.
     """
+    if not HAS_AVX512:
+        return call(b, "llvm.sqrt.v16f32", vector(single), x)
+    everywhere, half = ir.Constant(i16, 0xFFFF), fill(single, 0.5)
+    name = "llvm.x86.avx512.rsqrt14.ps.512"
+    inverse = call(b, name, vector(single), x, fill(single, 0.0), everywhere)
+    root = b.fmul(x, inverse)
+    half_root = b.fmul(root, half)
+    name = "llvm.fma.v16f32"
+    error = call(b, name, vector(single), b.fneg(half_root), inverse, half)
+    return call(b, name, vector(single), root, error, root)
 
-    def emit(context, b, signature, args):
-        if not HAS_AVX512:
-            return call(b, "llvm.sqrt.v16f32", vector(single), args[0])
-        everywhere, half = ir.Constant(i16, 0xFFFF), fill(single, 0.5)
-        name = "llvm.x86.avx512.rsqrt14.ps.512"
-        inverse = call(b, name, vector(single), args[0], fill(single, 0.0), everywhere)
-        root = b.fmul(args[0], inverse)
-        half_root = b.fmul(root, half)
-        name = "llvm.fma.v16f32"
-        error = call(b, name, vector(single), b.fneg(half_root), inverse, half)
-        return call(b, name, vector(single), root, error, root)
 
-    return F(F), emit
+# Numbers of less than 2**31 without their fractions: as i32 lanes, and as numbers.
+_cut = of_one(F)(lambda b, x: b.bitcast(b.fptosi(x, vector(i32)), vector(single)))
+_whole = of_one(F)(lambda b, x: b.sitofp(b.fptosi(x, vector(i32)), vector(single)))
+# Magnitudes with the signs of the second operand.
+_with_sign = of_two(F)(lambda b, x, y: call(b, "llvm.copysign.v16f32", vector(single), x, y))
 
 
 # Scales of blocks, and what numbers are multiplied by to be coded.
@@ -289,13 +256,3 @@ def soft_code(x, scale):
 def dithered_soft_code(x, scale, random):
     y = minimum(_soft(x, scale) + random, splat(SOFT_LEVELS))
     return _below(_with_sign(_whole(y), x), splat(ZERO_8))
-
-
-@intrinsic
-def _whole(typing, x):
-    """Numbers of less than 2**31 without their fractions."""
-
-    def emit(context, b, signature, args):
-        return b.sitofp(b.fptosi(args[0], vector(i32)), vector(single))
-
-    return F(F), emit

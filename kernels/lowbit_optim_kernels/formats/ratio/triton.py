@@ -59,7 +59,7 @@ def scaled(code, scale, LESS: tl.constexpr, PTX: tl.constexpr):
     scale = scale.to(tl.float32)[:, None]
     if PTX:  # with up to 9 bits of ABOVE + LESS and 8 of the scale
         return tl.fma(above(code), scale, scale * (-(ABOVE + LESS)))
-    else:  # noqa: RET505 (Triton takes a second return only in the other branch)
+    else:
         return number_of(code, LESS, PTX) * scale
 
 
@@ -72,7 +72,7 @@ def root_and_inverse(v, PTX: tl.constexpr):
         )
         inverse = tl.minimum(inverse, 1e19)  # also of subnormal numbers
         return v * inverse, inverse
-    else:  # noqa: RET505 (Triton takes a second return only in the other branch)
+    else:
         root = tl.sqrt_rn(v)
         return root, 1.0 / tl.maximum(root, 1e-30)
 
@@ -83,7 +83,7 @@ def ratio_of(m, v, PTX: tl.constexpr):
     root, inverse = root_and_inverse(v, PTX)
     if PTX:
         return (m * inverse) * positive(v, True)
-    else:  # noqa: RET505
+    else:
         return tl.where(v > 0.0, m / tl.where(v > 0.0, root, 1.0), 0.0)
 
 
@@ -93,7 +93,7 @@ def divided(x, BY: tl.constexpr, PTX: tl.constexpr):
     if PTX:
         q = x * (1.0 / BY)
         return tl.fma(tl.fma(q, -BY, x), 1.0 / BY, q)
-    else:  # noqa: RET505
+    else:
         return tl.div_rn(x, tl.full(x.shape, BY, tl.float32))
 
 
@@ -102,7 +102,7 @@ def inverse_of(scale, PTX: tl.constexpr):
     """1 / scale of blocks, where it is 0 anything: with PTX 2**126, else 0."""
     if PTX:
         return ptx_reciprocal(tl.maximum(scale, LEAST_SCALE))[:, None]
-    else:  # noqa: RET505 (Triton takes a second return only in the other branch)
+    else:
         inverse = 1.0 / tl.where(scale > 0.0, scale, 1.0)
         return tl.where(scale > 0.0, inverse, 0.0)[:, None]
 
@@ -146,7 +146,7 @@ def ratio_code(ratio, scale, bits, LEVELS: tl.constexpr, ZERO: tl.constexpr,
     if DITHERED:
         code = rounded(ratio * inverse, bits, ZERO, True, PTX)
         return tl.minimum(tl.maximum(code, INTEGER + (ZERO - LEVELS)), INTEGER + (ZERO + LEVELS))
-    else:  # noqa: RET505
+    else:
         # To nearest even, as it is added. At most LEVELS and a quarter: bf16 has 8 bits.
         return tl.fma(ratio, inverse, INTEGER + ZERO)
 
@@ -187,7 +187,7 @@ def root_of(code, scale, PTX: tl.constexpr):
             "=f,=f,=f,=f,r", [code], dtype=tl.float32, is_pure=True, pack=4,
         )  # fmt: skip
         return (c * c) * (scale * UNITS)[:, None]
-    else:  # noqa: RET505 (Triton takes a second return only in the other branch)
+    else:
         c = number_of(code, 0.0, PTX)
         return (c * c) * scale[:, None]
 
@@ -198,7 +198,7 @@ def soft_number(code, scale, PTX: tl.constexpr):
     m = c * scale.to(tl.float32)[:, None]
     if PTX:
         return m * ptx_reciprocal(SOFT - tl.abs(c))
-    else:  # noqa: RET505 (Triton takes a second return only in the other branch)
+    else:
         return m / (0.0 * c + SOFT - tl.abs(c))
 
 
@@ -242,7 +242,7 @@ def encode(moments, scales, random, tables, K: tl.constexpr, MOMENTS: tl.constex
         if not DITHERED and not PTX:
             place = tl.floor(place + 0.5)
         return byte(place, random[K], 0, DITHERED, PTX)
-    elif MOMENTS[K][ROLE] == IS_RATIO:  # noqa: RET505 (Triton takes one return in each branch)
+    elif MOMENTS[K][ROLE] == IS_RATIO:
         ratio = ratio_of(moments[K], moments[MOMENTS[K][PARTNER]], PTX)
         return low_byte(ratio_code(ratio, scales[K], random[K], RATIO_LEVELS, ZERO, DITHERED, PTX))
     else:

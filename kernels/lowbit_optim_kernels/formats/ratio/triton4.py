@@ -34,7 +34,7 @@ def lower(code, PTX: tl.constexpr):
         return tl.inline_asm_elementwise(
             "and.b32 $0, $1, 0x0f0f0f0f;", "=r,r", [code], dtype=tl.uint8, is_pure=True, pack=4
         )
-    else:  # noqa: RET505 (Triton takes a second return only in the other branch)
+    else:
         return code & 15
 
 
@@ -46,7 +46,7 @@ def upper(code, PTX: tl.constexpr):
             "{ .reg .b32 h; shr.u32 h, $1, 4; and.b32 $0, h, 0x0f0f0f0f; }",
             "=r,r", [code], dtype=tl.uint8, is_pure=True, pack=4,
         )  # fmt: skip
-    else:  # noqa: RET505
+    else:
         return code >> 4
 
 
@@ -56,7 +56,7 @@ def decode(codes, scales, tables, MOMENTS: tl.constexpr, PTX: tl.constexpr):
     m = scaled(lower(codes[0], PTX), scales[0], ZERO, PTX) * root
     if MOMENTS[0][ROLE] == IS_RATIO:
         return m, root * root
-    else:  # noqa: RET505 (Triton takes a second return only in the other branch)
+    else:
         return root * root, m
 
 
