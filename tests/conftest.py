@@ -136,6 +136,38 @@ def two_threads():
     torch.set_num_threads(2)
 
 
+@pytest.fixture(scope="session", autouse=True)
+def language_patched_once():
+    """Triton's interpreter patches its language when any function is called: most of its time.
+
+    Once for a launch and module is enough.
+    """
+    try:
+        from triton.runtime import interpreter
+
+        scope = interpreter._LangPatchScope
+    except (ImportError, AttributeError):  # no Triton, or one that never takes its patches back
+        yield
+        return
+    patch, restore, patched = interpreter._patch_lang, scope.restore, set()
+
+    def patch_once(function):
+        module = id(function.__globals__)
+        if module in patched:
+            return scope()
+        patched.add(module)
+        return patch(function)
+
+    def restore_all(launch):
+        patched.clear()
+        restore(launch)
+
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        monkeypatch.setattr(interpreter, "_patch_lang", patch_once)
+        monkeypatch.setattr(scope, "restore", restore_all)
+        yield
+
+
 def _poison(x):
     """Fill fresh memory with what no test can overlook: NaN, or 0xFF for codes."""
     if x.is_floating_point() or x.is_complex():
