@@ -152,7 +152,7 @@ MIXES = [
 @pytest.mark.parametrize("case", cases.one_per_class(), ids=lambda case: case.id)
 @pytest.mark.parametrize(("p_dtype", "g_dtype"), MIXES, ids=str)
 @pytest.mark.few_if_interpreted("p_dtype", "g_dtype", "case")
-@pytest.mark.few_if_compiled("case", "p_dtype", "g_dtype")
+@pytest.mark.few_if_compiled(("p_dtype", "g_dtype"), "case")
 def test_half_precision_rounds_once_a_step(engine, device, case, p_dtype, g_dtype):
     """The reference with p rounded to its dtype after every step; fp32 states on both sides."""
     tracks, steps = [cases.Track((300,)), cases.Track((4, 70))], 4
