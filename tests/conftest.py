@@ -4,6 +4,7 @@
 inside `lowbit_optim.use_engine`. `device` is where that engine's tensors live.
 """
 
+import multiprocessing
 import os
 from collections import Counter
 from functools import cache
@@ -19,6 +20,11 @@ import torch
 
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")  # read when triton is first imported
+
+# What takes seconds to import, and ranks and others that a forkserver makes have from it.
+multiprocessing.set_forkserver_preload(
+    ["numba", "torch._dynamo", "torch.distributed.checkpoint.state_dict", "torch.distributed.fsdp"]
+)
 
 ENGINES = ("torch", "numba", "triton")
 
