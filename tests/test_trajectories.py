@@ -30,7 +30,6 @@ def walk_both(case, tracks, steps, dtype, device="cpu", bits=32, rule=None, **op
 
 
 @pytest.mark.parametrize("case", cases.ALL_CASES + cases.CASES_IN_DOUBLE, ids=lambda case: case.id)
-@pytest.mark.few("case")
 def test_float64_equals_the_reference(case):
     """Zero starts, zero and missing gradients, 0-d to 4-D; lr changes every step."""
     with lowbit_optim.use_engine("torch"):
