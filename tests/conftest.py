@@ -4,6 +4,7 @@
 inside `lowbit_optim.use_engine`. `device` is where that engine's tensors live.
 """
 
+import multiprocessing
 import os
 from collections import Counter
 from functools import cache
@@ -19,6 +20,11 @@ import torch
 
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")  # read when triton is first imported
+
+# What takes seconds to import, and ranks and others that a forkserver makes have from it.
+multiprocessing.set_forkserver_preload(
+    ["numba", "torch._dynamo", "torch.distributed.checkpoint.state_dict", "torch.distributed.fsdp"]
+)
 
 ENGINES = ("torch", "numba", "triton")
 
@@ -134,6 +140,38 @@ def pytest_runtest_call(item):
 @pytest.fixture(scope="session", autouse=True)
 def two_threads():
     torch.set_num_threads(2)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def language_patched_once():
+    """Triton's interpreter patches its language when any function is called: most of its time.
+
+    Once for a launch and module is enough.
+    """
+    try:
+        from triton.runtime import interpreter
+
+        scope = interpreter._LangPatchScope
+    except (ImportError, AttributeError):  # no Triton, or one that never takes its patches back
+        yield
+        return
+    patch, restore, patched = interpreter._patch_lang, scope.restore, set()
+
+    def patch_once(function):
+        module = id(function.__globals__)
+        if module in patched:
+            return scope()
+        patched.add(module)
+        return patch(function)
+
+    def restore_all(launch):
+        patched.clear()
+        restore(launch)
+
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        monkeypatch.setattr(interpreter, "_patch_lang", patch_once)
+        monkeypatch.setattr(scope, "restore", restore_all)
+        yield
 
 
 def _poison(x):

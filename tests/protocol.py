@@ -19,6 +19,8 @@ ROOT = Path(__file__).resolve().parent.parent
 ONE_PER_CLASS = cases.one_per_class()
 CLASSES = pytest.mark.parametrize("case", ONE_PER_CLASS, ids=lambda case: case.name)
 BITS = pytest.mark.parametrize("bits", [8, 32])
+# All on the one that compiles nothing; on the one that would be chosen those that `make test` has.
+BY_ENGINE = pytest.mark.parametrize("engine", ["torch", "auto"])
 SHAPES = ((12, 70), (300,))
 
 

@@ -68,10 +68,10 @@ fully_shard_averages = pytest.mark.skipif(
 )
 
 
-def run(world, function, *args):
+def run(world, function, *args, join=True):
     """Call `function(rank, world, *args)` on so many processes of one gloo group."""
-    store = args[0]
-    mp.spawn(_enter, (world, function, f"file://{store}/rendezvous", *args), nprocs=world)
+    given = world, function, f"file://{args[0]}/rendezvous", *args
+    return mp.start_processes(_enter, given, world, join, start_method="forkserver")
 
 
 def _enter(rank, world, function, address, *args):

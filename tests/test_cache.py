@@ -1,6 +1,5 @@
 """The folder of generated and compiled code: shared, found again, damaged, full, gone."""
 
-import concurrent.futures
 import errno
 import inspect
 import linecache
@@ -35,14 +34,14 @@ def files_of(folder):
 @pytest.fixture(scope="module")
 def filled_at_once(tmp_path_factory):
     """A cache folder that two processes have filled at the same time, and what they counted."""
+    if not hasattr(os, "fork"):
+        pytest.skip("needs fork")
     folder = tmp_path_factory.mktemp("cache") / "made" / "on_demand"
-    script = "print(json.dumps(first_step()))"
-
-    def run(_):
-        return steps(script, **{VARIABLE: str(folder)})
-
-    with concurrent.futures.ThreadPoolExecutor(2) as pool:
-        return folder, list(pool.map(run, range(2)))
+    script = """
+both = [start(first_step) for _ in range(2)]
+print(json.dumps([finish(*each) for each in both]))
+"""
+    return folder, steps(script, **{VARIABLE: str(folder)})
 
 
 @pytest.mark.slow

@@ -10,6 +10,7 @@ import torch
 import lowbit_optim
 from protocol import (
     BITS,
+    BY_ENGINE,
     CLASSES,
     all_parameters,
     build,
@@ -22,8 +23,6 @@ from protocol import (
 )
 
 FLOATS = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
-# All on the one that compiles nothing; on the one that would be chosen those that `make test` has.
-ENGINES = pytest.mark.parametrize("engine", ["torch", "auto"])
 
 
 def saved_and_loaded(state_dict, **options):
@@ -52,8 +51,8 @@ def plain(tree):
 
 @CLASSES
 @BITS
-@ENGINES
-@pytest.mark.few_if_compiled("case", "bits")
+@BY_ENGINE
+@pytest.mark.few_if_compiled("bits", "case")
 def test_state_dict_is_plain_data(engine, case, bits):
     optimizer = train(build(case, bits, parameters(), percentile_clipping=50), 2)
     saved = optimizer.state_dict()
@@ -73,7 +72,7 @@ def test_state_dict_is_plain_data(engine, case, bits):
 @CLASSES
 @BITS
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
-@ENGINES
+@BY_ENGINE
 @pytest.mark.few_if_compiled("dtype", "bits", "case")
 def test_training_resumes_bit_for_bit(engine, case, bits, dtype):
     """Odd shapes, so that rows end in short blocks."""
@@ -128,7 +127,9 @@ def test_map_location_may_be_a_function(case):
 
 @CLASSES
 @BITS
-def test_the_optimizer_pickles(case, bits):
+@BY_ENGINE
+@pytest.mark.few_if_compiled("bits", "case")
+def test_the_optimizer_pickles(engine, case, bits):
     optimizer = train(build(case, bits, parameters(), percentile_clipping=50), 2)
     twin = pickle.loads(pickle.dumps(optimizer))
     assert type(twin) is type(optimizer)

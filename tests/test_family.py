@@ -171,7 +171,7 @@ def test_lans_refuses_bounds_out_of_order():
 @BITS
 @BY_VARIANT
 @pytest.mark.few_if_interpreted("name", "bits")
-@pytest.mark.few_if_compiled("name", "options", "bits")
+@pytest.mark.few_if_compiled("bits", "options", "name")
 def test_zero_gradient_and_zero_lr_move_nothing(engine, device, name, options, bits):
     """Fresh state, state with a history, and a parameter of zeros; eps = 0 too."""
     history = [gradient(1), gradient(2)]
@@ -189,7 +189,8 @@ def test_zero_gradient_and_zero_lr_move_nothing(engine, device, name, options, b
 
 @BITS
 @BY_VARIANT
-@pytest.mark.few(("name", "engine"), "options", "bits")
+@pytest.mark.few_if_interpreted("bits", "options", "name")
+@pytest.mark.few_if_compiled("bits", "options", "name")
 def test_a_bad_gradient_element_damages_only_itself(engine, device, name, options, bits):
     p = parameter(device=device)
     bad = gradient(1)
@@ -204,7 +205,8 @@ def test_a_bad_gradient_element_damages_only_itself(engine, device, name, option
 
 @CLASSES
 @BITS
-@pytest.mark.few(("name", "engine"), "bits")
+@pytest.mark.few_if_interpreted("bits", "name")
+@pytest.mark.few_if_compiled("bits", "name")
 def test_max_unorm_bounds_the_update(engine, device, name, bits):
     options = {"max_unorm": 0.01, "lr": 0.1, "weight_decay": 0.0}
     p = parameter(device=device)

@@ -12,7 +12,7 @@ from lowbit_optim_kernels import dither
 from lowbit_optim_kernels.formats import FORMATS, finite_in_all
 from lowbit_optim_kernels.rules import Moment
 from lowbit_optim_kernels.rules.adam import ADAM
-from protocol import identical, train
+from protocol import BY_ENGINE, identical, train
 
 RATIO8, RATIO4 = FORMATS["ratio8"], FORMATS["ratio4"]
 FOUR_BITS = ("Adam4bit", "AdamW4bit", "LAMB4bit", "LANS4bit", "Eve4bit")
@@ -217,8 +217,9 @@ FORMAT_OPTIONS = {
 @pytest.mark.parametrize("name", ["Adam", "LAMB", "LANS", "Eve"])
 @pytest.mark.parametrize("after", FORMAT_OPTIONS)
 @pytest.mark.parametrize("before", FORMAT_OPTIONS)
-@pytest.mark.few(("before", "after"), "name")
-def test_a_checkpoint_is_converted(name, before, after):
+@BY_ENGINE
+@pytest.mark.few(("before", "after"), "engine", "name")
+def test_a_checkpoint_is_converted(engine, name, before, after):
     """By way of fp32, rounded to nearest, the same every time; the own format bit for bit."""
     cls, kept = getattr(lowbit_optim, name), {"min_8bit_size": 1, "lr": 1e-3}
     first = train(cls(params_on("cpu"), **kept, **FORMAT_OPTIONS[before]), 3)

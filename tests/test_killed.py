@@ -84,10 +84,8 @@ def digests(folder):
 
 @pytest.fixture(scope="module")
 def processes():
-    """Fresh processes that need not import torch again."""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["torch", "numba"])
-    return context
+    """Fresh processes that need not import torch again: `conftest` says what they have."""
+    return multiprocessing.get_context("forkserver")
 
 
 def run(processes, folder, cache, seconds=PATIENCE, stepping=False):

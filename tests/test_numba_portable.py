@@ -8,9 +8,9 @@ from protocol import python
 
 pytest.importorskip("numba")
 
-CPUS = {
-    "AVX2": ("haswell", "+sse4.2,+avx,+avx2,+fma,+f16c,+bmi,+bmi2,+popcnt,+lzcnt"),
-    "SSE2": ("x86-64", "+sse2"),
+CPUS = {  # Numba's names, and what the engine says that it compiles for
+    "AVX2": ("haswell", "+sse4.2,+avx,+avx2,+fma,+f16c,+bmi,+bmi2,+popcnt,+lzcnt", "AVX2"),
+    "SSE2": ("x86-64", "+sse2", f"any {platform.machine()}"),
 }
 pytestmark = [
     pytest.mark.skipif(platform.machine() not in ("x86_64", "AMD64"), reason="x86-64 features"),
@@ -20,6 +20,8 @@ START = """
 import torch, lowbit_optim
 from lowbit_optim_kernels.formats.dynamic8 import numba as numba_codec
 assert not numba_codec.HAS_AVX512
+named = lowbit_optim.engine_for(torch.zeros(1)).reason
+assert named == "the default for torch.float32 on cpu, compiled for {wanted}", named
 
 def walk(engine, cls, dtype, **options):
     generator = torch.Generator().manual_seed(0)
@@ -48,15 +50,11 @@ def farthest(cls, dtype, **options):
 
 
 def run(cpu, script, tmp_path):
-    name, features = CPUS[cpu]
+    """Where the engine's reason names the instructions, run a script; what it prints."""
+    name, features, wanted = CPUS[cpu]
     chosen = {"NUMBA_CPU_NAME": name, "NUMBA_CPU_FEATURES": features}
-    return python(START + script, timeout=240, LOWBIT_OPTIM_CACHE_DIR=str(tmp_path), **chosen)
-
-
-def test_the_reason_names_the_instructions(cpu, tmp_path):
-    named = run(cpu, "print(lowbit_optim.engine_for(torch.zeros(1)).reason)", tmp_path)
-    wanted = {"AVX2": "AVX2", "SSE2": f"any {platform.machine()}"}[cpu]
-    assert named == f"the default for torch.float32 on cpu, compiled for {wanted}"
+    script = START.replace("{wanted}", wanted) + script
+    return python(script, timeout=240, LOWBIT_OPTIM_CACHE_DIR=str(tmp_path), **chosen)
 
 
 @pytest.mark.slow

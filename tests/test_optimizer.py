@@ -12,6 +12,7 @@ import cases
 import lowbit_optim
 from protocol import (
     BITS,
+    BY_ENGINE,
     CLASSES,
     all_parameters,
     build,
@@ -338,7 +339,9 @@ def test_step_hooks_run_once(case):
 
 @CLASSES
 @BITS
-def test_gradients_are_never_modified_and_versions_are_counted(case, bits):
+@BY_ENGINE
+@pytest.mark.few_if_compiled("bits", "case")
+def test_gradients_are_never_modified_and_versions_are_counted(engine, case, bits):
     params = parameters()
     optimizer = build(case, bits, params, percentile_clipping=3)
     give_gradients(params, 0)

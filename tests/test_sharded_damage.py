@@ -15,7 +15,6 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-import torch.multiprocessing as mp
 from torch.distributed.checkpoint.state_dict import (
     get_state_dict,
     set_optimizer_state_dict,
@@ -118,8 +117,7 @@ def killed(rank, world, folder, moment):
 def interrupted(folder, moment):
     """Run `killed`; nobody is waited for longer than a group of processes waits for its members."""
     folder.mkdir()
-    args = (WORLD, killed, f"file://{folder}/rendezvous", str(folder), moment)
-    processes = mp.spawn(sharded._enter, args, nprocs=WORLD, join=False).processes
+    processes = sharded.run(WORLD, killed, str(folder), moment, join=False).processes
     for process in processes:
         process.join(PATIENCE)
     codes = [process.exitcode for process in processes]

@@ -9,6 +9,7 @@ import torch
 import lowbit_optim
 from protocol import (
     BITS,
+    BY_ENGINE,
     CLASSES,
     ONE_PER_CLASS,
     all_parameters,
@@ -88,7 +89,9 @@ def test_float64_next_to_float32(case, bits):
 @CLASSES
 @BITS
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)
-def test_torchs_default_dtype_changes_nothing(case, bits, dtype):
+@BY_ENGINE
+@pytest.mark.few_if_compiled("dtype", "bits", "case")
+def test_torchs_default_dtype_changes_nothing(engine, case, bits, dtype):
     plain = train(build(case, bits, parameters(), percentile_clipping=50), 2)
     values = parameters()
     torch.set_default_dtype(dtype)

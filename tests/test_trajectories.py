@@ -30,7 +30,6 @@ def walk_both(case, tracks, steps, dtype, device="cpu", bits=32, rule=None, **op
 
 
 @pytest.mark.parametrize("case", cases.ALL_CASES + cases.CASES_IN_DOUBLE, ids=lambda case: case.id)
-@pytest.mark.few("case")
 def test_float64_equals_the_reference(case):
     """Zero starts, zero and missing gradients, 0-d to 4-D; lr changes every step."""
     with lowbit_optim.use_engine("torch"):
@@ -152,7 +151,7 @@ MIXES = [
 @pytest.mark.parametrize("case", cases.one_per_class(), ids=lambda case: case.id)
 @pytest.mark.parametrize(("p_dtype", "g_dtype"), MIXES, ids=str)
 @pytest.mark.few_if_interpreted("p_dtype", "g_dtype", "case")
-@pytest.mark.few_if_compiled("case", "p_dtype", "g_dtype")
+@pytest.mark.few_if_compiled(("p_dtype", "g_dtype"), "case")
 def test_half_precision_rounds_once_a_step(engine, device, case, p_dtype, g_dtype):
     """The reference with p rounded to its dtype after every step; fp32 states on both sides."""
     tracks, steps = [cases.Track((300,)), cases.Track((4, 70))], 4

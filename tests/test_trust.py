@@ -102,6 +102,7 @@ def heavy_ball(p, gradients, rates, momentum, decay):
 
 @pytest.mark.parametrize("preset", ["mlperf", "paper"])
 @pytest.mark.parametrize("bits", [8, 32])
+@pytest.mark.few_if_compiled("preset", "bits")
 def test_mlperfs_skipped_tensors_are_momentum_sgd_with_lr_inside(engine, device, preset, bits):
     """While lr changes, which is where lr inside and outside momentum differ."""
     steps = 12 if engine != "triton" else 4
