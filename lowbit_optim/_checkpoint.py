@@ -36,15 +36,16 @@ def add_header(optimizer: Any, state_dict: dict[str, Any]) -> None:
     """A hook, and the first one, so that a user's hooks are given all that is saved."""
     state_dict[KEY] = {"format_version": FORMAT_VERSION, "optimizer": optimizer.family}
     state_dict["param_groups"] = without_numpy(state_dict["param_groups"])
-    state_dict["state"] = {i: _with_saved_step(one) for i, one in state_dict["state"].items()}
+    state_dict["state"] = {i: _with_saved_step(i, x) for i, x in state_dict["state"].items()}
 
 
-def _with_saved_step(one: Any) -> Any:
+def _with_saved_step(index: Any, one: Any) -> Any:
     """A parameter's state with `step` as torch's optimizers save it, whatever else it is.
 
     In memory it is an integer, because fp32 stops counting at 2**24.
     """
-    counts = isinstance(one, Mapping) and isinstance(one.get("step"), Tensor)
+    is_state = isinstance(index, int) and isinstance(one, Mapping)
+    counts = is_state and isinstance(one.get("step"), Tensor)
     return {**one, "step": saved_step(one["step"])} if counts else one
 
 
@@ -206,7 +207,8 @@ def saved_states(
                 there = {key: x for key, x in saved.items() if x is not None}
                 yield SavedState(where, p, group, old, there)
     for key, value in states.items():
-        if isinstance(value, Mapping):
+        # By a word of its own an optimizer around this one keeps what is of no parameter.
+        if isinstance(value, Mapping) and not (isinstance(key, str) and key.isidentifier()):
             raise ValueError(
                 f"state_dict['state'] has an entry {key!r}, which no parameter group lists"
             )

@@ -6,6 +6,9 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor
+from torch._subclasses import FakeTensor
+
+from lowbit_optim_kernels.engines.registry import is_wrapper
 
 from . import _sharding
 
@@ -26,18 +29,25 @@ def checked(p: Tensor, name: str) -> Tensor:
         name: the optimizer's, for errors.
 
     Raises:
-        RuntimeError: for a DTensor that is not dealt out by rows, a sparse gradient, one of another
-            shape or on another device than the parameter, or a parameter whose elements share
-            memory.
+        RuntimeError: for a DTensor that is not dealt out by rows, a FakeTensor, a sparse gradient,
+            one of another type, shape or on another device than the parameter, or a parameter
+            whose elements share memory.
     """
     g = p.grad
     assert g is not None
     if _sharding.is_dtensor(p):
         p, g = _sharding.local(p), _sharding.gradient(p, name)
-    elif _sharding.is_dtensor(g):
+    if is_wrapper(type(g)) and hasattr(g, "wait"):
+        g = g.wait()  # of a functional collective, which may still run
+    if is_wrapper(type(g)) and not is_wrapper(type(p)):
         raise RuntimeError(
             f"{name}: a parameter of shape {tuple(p.shape)} is a plain tensor and its gradient a "
-            f"DTensor"
+            f"{type(g).__name__}"
+        )
+    if isinstance(p, FakeTensor):
+        raise RuntimeError(
+            f"{name}: a parameter of shape {tuple(p.shape)} is a FakeTensor, which has no values "
+            "to step; `lowbit-optim estimate` says what a model's state takes"
         )
     if g.is_sparse or g.layout != torch.strided:
         raise RuntimeError(

@@ -58,17 +58,20 @@ def local(x: Any) -> Any:
 def locals_of(params: list[Any], gradients: list[Any]) -> tuple[list[Any], list[Any]] | None:
     """What this rank holds of parameters and gradients; the lists themselves if all are plain.
 
-    None if a gradient is not a DTensor where its parameter is one, or not dealt out as that is.
+    None if a gradient is not a DTensor where its parameter is one, or not dealt out as that is, and
+    if what this rank holds of one is no plain tensor.
     """
     kinds = {*map(type, gradients), *map(type, params)}
     if kinds <= PLAIN:  # nothing that takes time
         return params, gradients
     if all(map(_of_dtensors, kinds)) and all(map(is_, map(_SPEC, gradients), map(_SPEC, params))):
-        return list(map(_LOCAL, params)), list(map(_LOCAL, gradients))  # as under fully_shard
-    pairs = zip(gradients, params, strict=True)
-    if all(is_spread_as(g, p) if is_dtensor(p) else not is_dtensor(g) for g, p in pairs):
-        return list(map(local, params)), list(map(local, gradients))
-    return None
+        held, its = list(map(_LOCAL, params)), list(map(_LOCAL, gradients))  # as under fully_shard
+    else:
+        pairs = zip(gradients, params, strict=True)
+        if not all(is_spread_as(g, p) if is_dtensor(p) else not is_dtensor(g) for g, p in pairs):
+            return None
+        held, its = list(map(local, params)), list(map(local, gradients))
+    return (held, its) if PLAIN.issuperset(map(type, its)) else None
 
 
 def check(p: Any, name: str) -> None:

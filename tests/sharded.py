@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 import torch.multiprocessing as mp
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_state_dict,
@@ -284,6 +285,11 @@ def refused(rank, world, folder):
     with pytest.raises(RuntimeError, match=r"placements.*its gradient.*must be the same"):
         optimizer.step()
     assert torch.equal(again._local_tensor, stepped)
+    for ones in (torch.ones(4, 6), AsyncCollectiveTensor(torch.ones(4, 6))):
+        again.grad = DTensor.from_local(ones, mesh, [Replicate()], run_check=False)
+        assert type(again.grad._local_tensor) is type(ones)
+        optimizer.step()  # which waits for what a collective has yet to give
+    assert int(optimizer.state[again]["step"]) == 3
     elsewhere = DTensor.from_local(torch.ones(4, 6, device="meta"), mesh, [Shard(0)])
     elsewhere = torch.nn.Parameter(elsewhere)
     elsewhere.grad = elsewhere.detach()

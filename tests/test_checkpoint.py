@@ -188,6 +188,17 @@ def test_a_post_hook_of_saving_sees_all_that_is_saved(case):
     assert "lowbit_optim" in saved["wrapped"]
 
 
+def test_what_an_optimizer_around_it_keeps_is_carried_along():
+    """As TRAC of pytorch_optimizer does, whose own `step` has any dtype and shape."""
+    optimizer = train(lowbit_optim.AdamW8bit(parameters()), 1)
+    its = {"step": torch.arange(2), "s": torch.ones(3), 0: torch.ones(300)}
+    optimizer.state["trac"] = its
+    other = lowbit_optim.AdamW8bit(parameters())
+    other.load_state_dict(saved_and_loaded(optimizer.state_dict()))
+    assert identical(other.state.pop("trac"), its)
+    assert len(other.state) == len(all_parameters(other))
+
+
 def test_hyperparameters_come_from_the_state_dict_and_storage_stays():
     saved = lowbit_optim.AdamW8bit(parameters(), lr=0.5, betas=(0.5, 0.6), min_8bit_size=7)
     loaded = lowbit_optim.AdamW(parameters(), lr=0.1, optim_bits=32, min_8bit_size=100)

@@ -6,6 +6,9 @@ import io
 import numpy as np
 import pytest
 import torch
+from torch._subclasses import FakeTensorMode
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
+from torch.testing._internal.two_tensor import TwoTensor
 
 import lowbit_optim
 from protocol import (
@@ -127,6 +130,57 @@ def test_weights_in_shared_memory(case):
     assert all(torch.equal(p, q) for p, q in zip(shared, own, strict=True))
     assert all(p.is_shared() for p in all_parameters(optimizer))
     assert len(twin.state) == 2
+
+
+def test_a_parameter_that_wraps_tensors_is_stepped_by_its_operators():
+    """It has no address that a compiled engine could write to."""
+    (p,), g = parameters(shapes=[(300, 20)]), torch.randn(300, 20)
+    twin = torch.nn.Parameter(TwoTensor(p.detach().clone(), p.detach().clone()))
+    choice = lowbit_optim.engine_for(twin)
+    assert (choice.name, "a TwoTensor has none" in choice.reason) == ("torch", True)
+    optimizer = lowbit_optim.AdamW8bit([twin])
+    with lowbit_optim.use_engine("torch"):
+        other = lowbit_optim.AdamW8bit([p])
+        for _ in range(2):
+            p.grad = g
+            other.step()
+    for _ in range(2):
+        twin.grad = TwoTensor(g, g)
+        optimizer.step()
+    assert torch.equal(twin.a, p)
+    assert torch.equal(twin.b, p)
+    with lowbit_optim.use_engine("numba"), pytest.raises(RuntimeError, match="TwoTensor"):
+        optimizer.step()
+
+
+@pytest.mark.parametrize("before", [0, 1])
+def test_a_gradient_that_wraps_tensors(before):
+    """That of a functional collective is waited for; no other one is taken for a plain one."""
+    optimizer, twin = (train(lowbit_optim.AdamW8bit(parameters()), before) for _ in "ab")
+    params = all_parameters(optimizer)
+    kept = snapshot(optimizer)
+    for p in params:
+        p.grad = TwoTensor(torch.ones_like(p), torch.ones_like(p))
+    with pytest.raises(RuntimeError, match="is a plain tensor and its gradient a TwoTensor"):
+        optimizer.step()
+    assert identical(snapshot(optimizer), kept)
+    for p, q in zip(params, all_parameters(twin), strict=True):
+        q.grad = torch.ones_like(q)
+        p.grad = AsyncCollectiveTensor(torch.ones_like(p))
+    optimizer.step()
+    twin.step()
+    assert identical(snapshot(optimizer), snapshot(twin))
+
+
+def test_fake_tensors_are_refused():
+    """After a real step, too, which has left what a fake one would come across."""
+    train(lowbit_optim.AdamW8bit(parameters()), 1)
+    with FakeTensorMode():
+        p = torch.nn.Parameter(torch.ones(300))
+        p.grad = torch.ones(300)
+        with pytest.raises(RuntimeError, match="FakeTensor, which has no values"):
+            lowbit_optim.AdamW8bit([p]).step()
+    train(lowbit_optim.AdamW8bit(parameters()), 1)
 
 
 def test_numbers_of_numpy_do_not_spoil_a_checkpoint():

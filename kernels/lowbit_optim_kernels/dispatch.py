@@ -51,20 +51,23 @@ def _choice(engine: Engine, reason: str) -> EngineChoice:
     return EngineChoice(engine.name, reason)
 
 
-def choose(asked: str, source: str, device: torch.device, dtype: torch.dtype) -> EngineChoice:
-    """The engine for tensors of a device and a dtype.
+def choose(
+    asked: str, source: str, device: torch.device, dtype: torch.dtype, kind: type = Tensor
+) -> EngineChoice:
+    """The engine for tensors of a device, a dtype and a type.
 
     Args:
         asked: the name of an engine, or "auto".
         source: who asks for it, for the error.
         device: the tensors' device.
         dtype: their dtype.
+        kind: their type.
 
     Raises:
         RuntimeError: when the engine that is asked for cannot run them.
     """
     if asked != "auto":
-        refusal = ENGINES[asked].refusal(device, dtype)
+        refusal = ENGINES[asked].refusal(device, dtype, kind)
         if refusal is not None:
             raise RuntimeError(
                 f"{source} asks for the engine {asked!r}, but {refusal.reason}; "
@@ -72,7 +75,7 @@ def choose(asked: str, source: str, device: torch.device, dtype: torch.dtype) ->
             )
         return _choice(ENGINES[asked], f"{source} asks for it")
     wanted = default_engine(device.type)
-    refusal = wanted.refusal(device, dtype)
+    refusal = wanted.refusal(device, dtype, kind)
     if refusal is None:
         return _choice(wanted, f"the default for {dtype} on {device.type}")
     if refusal.warn:
@@ -87,7 +90,7 @@ def engine_for(tensor: Tensor) -> EngineChoice:
     """Say which engine runs a tensor's optimizer step, and why.
 
     Args:
-        tensor: a parameter; only its device and dtype matter.
+        tensor: a parameter; only its device, dtype and type matter, of a DTensor the shard's.
 
     Returns:
         EngineChoice with `name` ("triton", "numba" or "torch") and `reason`.
@@ -95,7 +98,8 @@ def engine_for(tensor: Tensor) -> EngineChoice:
     Raises:
         RuntimeError: when an engine was asked for explicitly and cannot run this tensor.
     """
-    return _resolve(*request(), tensor.device, tensor.dtype)
+    kind: type = type(getattr(tensor, "_local_tensor", tensor))
+    return _resolve(*request(), tensor.device, tensor.dtype, kind)
 
 
 def readable(g: Tensor, engine: str) -> Tensor:

@@ -1,11 +1,14 @@
 """PEFT's LoRA: the adapters are trained in 8 bits, the frozen model has no state."""
 
+import sys
+
 import peft
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
+from peft.optimizers import create_loraplus_optimizer
 
-from lowbit_optim import LARS_PRESETS, AdamW8bit, LARS8bit
+from lowbit_optim import LARS_PRESETS, AdamW, AdamW8bit, LARS8bit
 from tiny import Sequences, bits_of, gpt2
 
 STEPS = 12
@@ -66,3 +69,17 @@ def test_adapters_are_trained_saved_and_resumed(tmp_path, cls, options):
     other = cls(again.parameters(), min_8bit_size=256, **options)
     other.load_state_dict(torch.load(tmp_path / "optimizer.pt", weights_only=True))
     assert train(again, other, STEPS, 2 * STEPS) == straight
+
+
+def test_loraplus_takes_a_class_whose_name_says_no_bits(monkeypatch):
+    """At the sight of others peft imports bitsandbytes."""
+    monkeypatch.setitem(sys.modules, "bitsandbytes", None)
+    model = adapted()
+    options = {"lr": 1e-3, "loraplus_lr_ratio": 16, "min_8bit_size": 256}
+    optimizer = create_loraplus_optimizer(model, AdamW, optim_bits=8, **options)
+    losses = train(model, optimizer, 0, STEPS)
+    assert losses[-1] < losses[0]
+    assert {group["lr"] for group in optimizer.param_groups if group["params"]} == {1e-3, 16e-3}
+    assert {bits_of(optimizer, p) for p in optimizer.state} == {8}
+    with pytest.raises(ImportError, match="bitsandbytes"):
+        create_loraplus_optimizer(model, AdamW8bit, **options)

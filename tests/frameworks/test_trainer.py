@@ -4,7 +4,7 @@ import pytest
 import torch
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
-from lowbit_optim import LARS_PRESETS, LANS8bit, LARS8bit
+from lowbit_optim import LARS_PRESETS, LANS8bit, LARS8bit, ScheduleFreeAdamW8bit
 from lowbit_optim.bitsandbytes import optim, patch
 from lowbit_optim.hf import embeddings_in_32_bits
 from tiny import Sequences, bits_of, gpt2, same_parameters
@@ -110,3 +110,27 @@ def test_resuming_gives_the_same_losses(tmp_path, manager, name, dtype):
             one.model.transformer.h[0].mlp.c_fc.weight, one.model.transformer.wte.weight,
         )  # fmt: skip
         assert [bits_of(one.optimizer.optimizer, p) for p in (body, embedding)] == [8, 32]
+
+
+def test_schedule_free_holds_the_average_from_an_evaluation_to_the_next_step(tmp_path):
+    seen = []
+
+    class Modes(TrainerCallback):
+        def note(self, args, state, control, optimizer=None, **kwargs):
+            seen.append(optimizer.param_groups[0]["train_mode"])
+
+        on_step_end = on_evaluate = note
+
+    trainer = Trainer(
+        model=gpt2(),
+        args=arguments(
+            tmp_path, max_steps=4, eval_strategy="steps", eval_steps=2, lr_scheduler_type="constant"
+        ),
+        train_dataset=Sequences(), eval_dataset=Sequences(8), callbacks=[Modes()],
+        optimizer_cls_and_kwargs=(ScheduleFreeAdamW8bit, {"lr": 1e-2}),
+    )  # fmt: skip
+    trainer.train()
+    assert seen == [True, True, False, True, True, False]
+    trainer.optimizer.train()
+    trainer.optimizer.eval()
+    assert not trainer.optimizer.param_groups[0]["train_mode"]

@@ -15,6 +15,7 @@ from functools import cache
 from typing import Any
 
 import torch
+from torch import Tensor
 
 HALF_TO_SINGLE = frozenset({torch.float32, torch.bfloat16, torch.float16})
 FALLBACK = "torch"  # the engine that runs what no other one takes
@@ -62,8 +63,13 @@ class Engine:
     declines: Callable[[torch.device, torch.dtype], Refusal | None]
     instructions: Callable[[], str] | None = None
 
-    def refusal(self, device: torch.device, dtype: torch.dtype) -> Refusal | None:
-        """Why this engine does not run tensors of a device and a dtype; None if it does."""
+    def refusal(
+        self, device: torch.device, dtype: torch.dtype, kind: type = Tensor
+    ) -> Refusal | None:
+        """Why this engine does not run tensors of a device, a dtype and a type; None if it does."""
+        if self.name != FALLBACK and is_wrapper(kind):
+            reason = f"the {self.name} engine needs addresses, and a {kind.__name__} has none"
+            return Refusal(reason)
         if self.requires is not None and not _installed(self.requires):
             return Refusal(f"{self.requires} is not installed", warn=True)
         if self.dtypes is not None and dtype not in self.dtypes:
@@ -73,6 +79,11 @@ class Engine:
     def load(self) -> Any:
         """Its module."""
         return importlib.import_module(self.module, __package__)
+
+
+def is_wrapper(kind: type) -> bool:
+    """Whether tensors of a type keep their numbers in others, so that only operators reach them."""
+    return issubclass(kind, Tensor) and kind.__torch_dispatch__ is not Tensor.__torch_dispatch__
 
 
 @cache
