@@ -124,10 +124,12 @@ class LowBitOptimizer(LoadsState):
             param_group: a dict with `params` and any of the constructor's settings.
 
         Raises:
-            ValueError, TypeError: for a setting that is not allowed or a parameter that is not
-                real and floating; nothing has been added then.
+            ValueError, TypeError: for a setting that is not allowed, a dict without `params` or a
+                parameter that is not real and floating; nothing has been added then.
         """
         if isinstance(param_group, dict):
+            if "params" not in param_group:
+                raise ValueError(f"a parameter group must have 'params', got {list(param_group)}")
             settings = {key: value for key, value in param_group.items() if key != "params"}
             param_group.update(_state.agreeing(without_numpy(settings), self.defaults))
             self._check_given({**self.defaults, **param_group})

@@ -169,6 +169,8 @@ def test_parameters_that_are_no_dense_leaves(case):
         build(case, 8, p)
     with pytest.raises(ValueError, match="empty parameter list"):
         build(case, 8, [])
+    with pytest.raises(ValueError, match=r"must have 'params', got \['lr'\]"):
+        build(case, 8, [{"lr": 0.1}])
     optimizer = build(case, 8, [p])
     with pytest.raises(ValueError, match="more than one parameter group"):
         optimizer.add_param_group({"params": [p]})
