@@ -10,7 +10,6 @@ from protocol import python
 
 VARIABLE = module_cache.CACHE_VARIABLE
 MODES = pytest.mark.skipif(not hasattr(os, "getuid"), reason="needs POSIX modes and owners")
-FORK = pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
 
 # A step of a parameter of 5000 elements, for scripts that run in a process of their own.
 STEP = """

@@ -21,6 +21,7 @@ CLASSES = pytest.mark.parametrize("case", ONE_PER_CLASS, ids=lambda case: case.n
 BITS = pytest.mark.parametrize("bits", [8, 32])
 # All on the one that compiles nothing; on the one that would be chosen those that `make test` has.
 BY_ENGINE = pytest.mark.parametrize("engine", ["torch", "auto"])
+FORK = pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
 SHAPES = ((12, 70), (300,))
 
 

@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from cache_scripts import FORK, MODES, STEP, VARIABLE, steps
+from cache_scripts import MODES, STEP, VARIABLE, steps
 from lowbit_optim_kernels.codegen import module_cache
-from protocol import python
+from protocol import FORK, python
 
 pytest.importorskip("numba")
 
@@ -34,8 +34,6 @@ def files_of(folder):
 @pytest.fixture(scope="module")
 def filled_at_once(tmp_path_factory):
     """A cache folder that two processes have filled at the same time, and what they counted."""
-    if not hasattr(os, "fork"):
-        pytest.skip("needs fork")
     folder = tmp_path_factory.mktemp("cache") / "made" / "on_demand"
     script = """
 both = [start(first_step) for _ in range(2)]
@@ -44,6 +42,7 @@ print(json.dumps([finish(*each) for each in both]))
     return folder, steps(script, **{VARIABLE: str(folder)})
 
 
+@FORK
 @pytest.mark.slow
 def test_two_processes_may_fill_a_folder_at_once(filled_at_once):
     """Both write the same file names; neither sees the other's half-written file."""
@@ -56,6 +55,7 @@ def test_two_processes_may_fill_a_folder_at_once(filled_at_once):
     assert not list(folder.glob("*.tmp"))
 
 
+@FORK
 def test_a_later_process_compiles_nothing(filled_at_once):
     folder, counted = filled_at_once
     before = files_of(folder)
@@ -67,6 +67,7 @@ def test_a_later_process_compiles_nothing(filled_at_once):
     assert files_of(folder) == before
 
 
+@FORK
 @MODES
 def test_what_is_made_is_for_this_user_only(filled_at_once):
     folder, _ = filled_at_once
@@ -74,6 +75,7 @@ def test_what_is_made_is_for_this_user_only(filled_at_once):
         assert path.stat().st_mode & 0o077 == 0, path
 
 
+@FORK
 def test_the_text_of_a_module_can_be_read_in_the_folder(filled_at_once):
     folder, _ = filled_at_once
     texts = [path.read_text() for path in folder.glob("*.py")]

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from cache_scripts import FORK, MODES, STEP, VARIABLE, steps
+from cache_scripts import MODES, STEP, VARIABLE, steps
 from lowbit_optim_kernels.codegen import module_cache, private_folder
-from protocol import python
+from protocol import FORK, python
 
 pytest.importorskip("numba")
 

@@ -1,13 +1,12 @@
 """Threads and forks. What could abort or hang the process runs in one of its own."""
 
-import os
 import signal
 import threading
 import time
 
 import pytest
 
-from protocol import python
+from protocol import FORK, python
 
 # Optimizers of different classes and bits with tensors large enough for the pool of threads.
 SETUP = """
@@ -82,7 +81,7 @@ print("same")
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+@FORK
 @pytest.mark.parametrize("name", ["numba", "torch"])
 def test_a_forked_child_steps_after_its_parent(name):
     """The child's pool of threads is its own; the parent goes on afterwards.
@@ -113,7 +112,7 @@ print("same")
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+@FORK
 def test_forks_while_another_thread_steps():
     """A lock that the other thread holds at the fork must not stay locked in the child."""
     script = """

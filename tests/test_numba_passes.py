@@ -115,7 +115,7 @@ LIMIT = float("inf")
 
 @gives("u")
 def limited(g):
-    return minimum(g, LIMIT)  # noqa: F821
+    return minimum(g, LIMIT)  # noqa: F821 (the test binds it)
 
 
 def one_step(engine, rule, format, hyper, shape=(3, 300)):

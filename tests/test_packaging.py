@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 import lowbit_optim
+from protocol import FORK
 
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGES = {
@@ -107,6 +108,7 @@ def test_import_loads_no_compiler():
     assert loaded == "[]"
 
 
+@FORK
 def test_import_is_quick():
     # The quickest of up to five: a busy machine makes an import slower, never faster.
     script = f"""
