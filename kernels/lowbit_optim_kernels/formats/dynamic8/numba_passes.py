@@ -38,6 +38,7 @@ from .numba import (
     exact_u,
     inverse_of,
 )
+from .numba_registers import pinned
 
 
 def read_block():
@@ -58,7 +59,7 @@ def load_moments():
 def store_moments():
     for m in MOMENTS:
         store_f32(row + ROW * m.row + 4 * j, m.value)
-        top[m] = (reach if m.signed else reach_unsigned)(top[m], m.value)
+        top[m] = pinned((reach if m.signed else reach_unsigned)(top[m], m.value))
 
 
 def new_scales():

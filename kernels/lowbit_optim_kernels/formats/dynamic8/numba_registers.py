@@ -11,6 +11,7 @@ from numba.core import cgutils
 from ...engines.numba.vector import (
     HAS_AVX2,
     HAS_AVX512,
+    F,
     call,
     constant,
     f32,
@@ -18,6 +19,7 @@ from ...engines.numba.vector import (
     i8,
     i16,
     i32,
+    of_one,
     shuffle,
     vector,
 )
@@ -78,6 +80,19 @@ def with_sign(b: ir.IRBuilder, x: ir.Value, like: ir.Value) -> ir.Value:
         return call(b, "llvm.x86.avx2.psign.d", vector(i32, 8), *halves)
 
     return by_halves(b, emit, x, like)
+
+
+@of_one(F)
+def pinned(b: ir.IRBuilder, x: ir.Value) -> ir.Value:
+    """x; with AVX2 it is computed where this stands, though no instruction is added.
+
+    LLVM puts off what only the end of a loop needs, and has to keep what that is made of.
+    """
+    if HAS_AVX512 or not HAS_AVX2:
+        return x
+    half = vector(f32, 8)
+    kind = ir.FunctionType(half, [half])
+    return by_halves(b, lambda y: b.asm(kind, "", "=x,0,~{memory}", [y], True), x)
 
 
 def packed(b: ir.IRBuilder, places: list, zero: int) -> ir.Value:
