@@ -160,14 +160,14 @@ def merged_groups(
     return merged
 
 
-def copied(value: Any) -> Any:
-    """A tree with tensors of its own, and without NumPy's numbers."""
+def copied(value: Any, device: torch.device | None = None) -> Any:
+    """A tree with tensors of its own, perhaps on another device, and without NumPy's numbers."""
     if isinstance(value, Tensor):
-        return value.detach().clone()
+        return value.detach().to(device or value.device, copy=True)
     if isinstance(value, dict):
-        return {key: copied(item) for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return type(value)(copied(item) for item in value)
+        return {key: copied(item, device) for key, item in value.items()}
+    if type(value) in (list, tuple):
+        return type(value)(copied(item, device) for item in value)
     return without_numpy(value)
 
 
@@ -299,7 +299,5 @@ def fitted(
         state[weights.RESIDUAL_KEY] = _residual(saved, p, kept_as.residual)
     for key, value in saved.items():
         if key not in used | state.keys():
-            state[key] = (
-                value.detach().to(p.device, copy=True) if isinstance(value, Tensor) else value
-            )
+            state[key] = copied(value, p.device)
     return state
