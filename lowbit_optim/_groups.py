@@ -66,14 +66,13 @@ def parameter_groups(
     _checks.flag("named", named)
     names = [name for name, p in model.named_parameters() if p.requires_grad]
     excluded = _matching(names, no_decay)
-    owners = _owners(model)
+    embeddings, norms = parameters_of(model, EMBEDDINGS), parameters_of(model, NORMS)
     groups: dict[tuple[bool, bool], list[Any]] = {}
     for name, p in model.named_parameters():
         if not p.requires_grad:
             continue
-        embedding = any(isinstance(module, EMBEDDINGS) for module in owners[p])
-        norm = any(isinstance(module, NORMS) for module in owners[p])
-        weight = p.ndim >= 2 and not norm and not _is_bias(name)
+        embedding = p in embeddings
+        weight = p.ndim >= 2 and p not in norms and not _is_bias(name)
         decays = (decay_embeddings if embedding else weight) and name not in excluded
         groups.setdefault((embedding, decays), []).append((name, p) if named else p)
     bits = {} if embedding_bits is None else {"optim_bits": embedding_bits}
@@ -89,13 +88,10 @@ def parameter_groups(
     ]
 
 
-def _owners(model: nn.Module) -> dict[nn.Parameter, list[nn.Module]]:
-    """Every parameter's modules; there are several of a tied weight."""
-    owners: dict[nn.Parameter, list[nn.Module]] = {}
-    for module in model.modules():
-        for p in module.parameters(recurse=False):
-            owners.setdefault(p, []).append(module)
-    return owners
+def parameters_of(model: nn.Module, kinds: tuple[type[nn.Module], ...]) -> set[nn.Parameter]:
+    """The parameters of a model's modules of these kinds, those of their parametrizations too."""
+    found = (module for module in model.modules() if isinstance(module, kinds))
+    return {p for module in found for p in module.parameters()}
 
 
 def _is_bias(name: str) -> bool:

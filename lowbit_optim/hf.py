@@ -33,6 +33,7 @@ def embeddings_in_32_bits(model: nn.Module) -> list[str]:
     found = []
     for name, module in model.named_modules():
         if isinstance(module, EMBEDDINGS):
-            manager.register_module_override(module, "weight", {"optim_bits": 32})
-            found.append(f"{name}.weight" if name else "weight")
+            for own, _ in module.named_parameters():  # of a parametrized weight several
+                manager.register_module_override(module, own, {"optim_bits": 32})
+                found.append(f"{name}.{own}" if name else own)
     return found

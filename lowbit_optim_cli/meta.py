@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 
-from lowbit_optim._groups import EMBEDDINGS
+from lowbit_optim._groups import EMBEDDINGS, parameters_of
 
 from .errors import Refused, plural, quiet, sentence
 from .footprint import Model, Weight
@@ -89,18 +89,12 @@ def _of_module(
         model = build()
     if not isinstance(model, nn.Module):
         raise Refused(f"{text} must return a torch.nn.Module; it returned {_kind(model)}")
-    embeddings = {
-        id(p)
-        for module in model.modules()
-        if isinstance(module, EMBEDDINGS)
-        for p in module.parameters(recurse=False)
-    }
-    weights = []
+    embeddings, weights = parameters_of(model, EMBEDDINGS), []
     for name, p in model.named_parameters():
         if p.dtype not in DTYPES:
             raise Refused(f"{text} has the parameter {name!r} of {p.dtype}, which is not trained")
         own = dtype or DTYPES[p.dtype]
-        weights.append(Weight(name, tuple(p.shape), own, id(p) in embeddings, p.requires_grad))
+        weights.append(Weight(name, tuple(p.shape), own, p in embeddings, p.requires_grad))
     return Model(text, tuple(weights), tuple(_notes(model)), config, build)
 
 
