@@ -73,6 +73,8 @@ class Group(TyperGroup):
             return super().invoke(ctx)
         except Refused as error:
             said = str(error)
+        except BrokenPipeError:  # whoever reads has enough, which typer ends with
+            raise
         except OSError as error:
             said = f"{error.filename}: {error.strerror}" if error.filename else str(error)
         except UsageError as error:
