@@ -177,13 +177,13 @@ class ReleasedGradients:
         if self._clip is None:
             optimizer._step_some(waiting)
         else:
-            self._add_squares(waiting)
             norm = optimizer.param_groups[0][PREVIOUS_NORM]
             optimizer.grad_scale = (norm / self._clip).clamp(min=1.0)  # which gradients have
             try:
                 optimizer._step_some(waiting)
             finally:
                 del optimizer.grad_scale
+            self._add_squares(waiting)  # once: a step that raises may be taken again
         for p in waiting:
             p.grad = None
 
