@@ -301,7 +301,11 @@ def test_a_bad_value_of_a_setting_that_all_have(manager, key, value):
 
 @pytest.mark.parametrize(
     ("config", "match"),
-    [({"momentum": 0.9}, "'momentum', a setting that this"), ({"betas": (0.9, 1.0)}, "betas")],
+    [
+        ({"momentum": 0.9}, "'momentum', a setting that this"),
+        ({"betas": (0.9, 1.0)}, "betas"),
+        ({"betas": {0.9: 0.99}}, "betas"),
+    ],
 )
 def test_what_an_optimizer_refuses_at_its_first_step(manager, config, match):
     """With its own checks, and before anything has changed."""
