@@ -58,8 +58,7 @@ def parameter_groups(
         Dettmers, Lewis, Shleifer, Zettlemoyer, "8-bit Optimizers via Block-wise Quantization",
         arXiv:2110.02861 (2021).
     """
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"model must be a torch.nn.Module; got {type(model).__name__}")
+    _checks.module(model)
     _checks.number("weight_decay", weight_decay, 0.0)
     _checks.one_of("embedding_bits", embedding_bits, (4, 8, 32, None))
     _checks.flag("decay_embeddings", decay_embeddings)

@@ -92,9 +92,8 @@ def release_gradients(
     return ReleasedGradients(optimizer, bucket_bytes, clip_previous_norm)
 
 
-def _check_model(model: Any) -> None:
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"model must be a torch.nn.Module; got {type(model).__name__}")
+def _check_model(model: nn.Module) -> None:
+    _checks.module(model)
     if any(isinstance(x, nn.parallel.DistributedDataParallel) for x in model.modules()):
         raise ValueError(
             "gradients cannot be released under DistributedDataParallel, which adds those of all "

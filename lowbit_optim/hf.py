@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from torch import nn
 
+from . import _checks
 from ._groups import EMBEDDINGS
 from ._manager import GlobalOptimManager
 
@@ -27,8 +28,7 @@ def embeddings_in_32_bits(model: nn.Module) -> list[str]:
         >>> embeddings_in_32_bits(model)
         ['embedding.weight']
     """
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"model must be a torch.nn.Module; got {type(model).__name__}")
+    _checks.module(model)
     manager = GlobalOptimManager.get_instance()
     found = []
     for name, module in model.named_modules():
