@@ -129,12 +129,13 @@ def _storage(
 def _parameters(state_dict: Mapping[str, Any], name: str) -> Iterator[list[nn.Parameter]]:
     """The parameters of each group, without memory; an empty one where there is no state."""
     made: dict[Any, nn.Parameter] = {}
+    moments = moments_of(name)
     for group in state_dict["param_groups"]:
         for index in group["params"]:
             saved = state_dict["state"].get(index) or {}
             if not isinstance(saved, Mapping):
                 raise ValueError(f"the state of parameter {index!r} must be a dict")
-            made.setdefault(index, _parameter(saved, moments_of(name)))
+            made.setdefault(index, _parameter(saved, moments))
         yield [made[index] for index in group["params"]]
 
 

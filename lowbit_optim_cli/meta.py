@@ -16,13 +16,12 @@ from torch.nn.modules.module import register_module_parameter_registration_hook
 from lowbit_optim._groups import EMBEDDINGS, parameters_of
 
 from .errors import Refused, plural, quiet, sentence
-from .footprint import Model, Weight
+from .footprint import TORCH_DTYPES, Model, Weight
+from .known import architecture
 
 MOST_PARAMETERS = 200_000  # tensors; a model with 256 experts in 60 layers has some 50,000
 MOST_BYTES = 1 << 30  # of parameters that are not on the meta device after all
-DTYPES = {
-    torch.float64: "fp64", torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16",
-}  # fmt: skip
+DTYPES = {getattr(torch, name): short for name, short in TORCH_DTYPES.items()}
 
 
 def of_function(text: str, dtype: str | None) -> Model:
@@ -72,12 +71,9 @@ def _class_of(config: dict[str, Any]) -> Callable[[Any], nn.Module]:
     """The class in `architectures`, else the model without a head."""
     import transformers
 
-    named = config.get("architectures")
-    name = named[0] if isinstance(named, list) and named else None
-    if isinstance(name, str) and name.isidentifier():
-        found = getattr(transformers, name, None)
-        if isinstance(found, type) and issubclass(found, transformers.PreTrainedModel):
-            return found
+    found = getattr(transformers, architecture(config) or "", None)
+    if isinstance(found, type) and issubclass(found, transformers.PreTrainedModel):
+        return found
     return transformers.AutoModel.from_config
 
 

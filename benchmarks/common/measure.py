@@ -10,28 +10,15 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from lowbit_optim_cli.checkpoints import tensor_bytes
+
 _STATUS = Path("/proc/self/status")
 _CLEAR_REFS = Path("/proc/self/clear_refs")
 
 
 def state_bytes(optimizer: torch.optim.Optimizer) -> int:
     """Bytes of every tensor in `optimizer.state`, a shared storage counted once."""
-    sizes: dict[int, int] = {}
-    pending: list[object] = list(optimizer.state.values())
-    while pending:
-        item = pending.pop()
-        if isinstance(item, torch.Tensor):
-            inner = getattr(item, "__tensor_flatten__", None)
-            if inner is not None:
-                pending.extend(getattr(item, name) for name in inner()[0])
-                continue
-            storage = item.untyped_storage()
-            sizes[storage.data_ptr()] = storage.nbytes()
-        elif isinstance(item, dict):
-            pending.extend(item.values())
-        elif isinstance(item, (list, tuple)):
-            pending.extend(item)
-    return sum(sizes.values())
+    return tensor_bytes(optimizer.state)
 
 
 def share_8bit(optimizer: torch.optim.Optimizer) -> float:
