@@ -16,11 +16,10 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.common import intervals, plot, registry, report, workloads
+from benchmarks.common import intervals, plot, registry, report, tables, workloads
 from benchmarks.quality import compare
 
 MARGIN = 0.5  # percentage points
@@ -70,9 +69,7 @@ def table(written: dict) -> Table:
         f"{written['what']}\n{written['params']:,} parameters, {written['steps']} steps, "
         f"{written['seeds']} seeds; {written['metric']}; margin ±{written['margin']:g}"
     )
-    grid = Table(
-        title=title, title_justify="left", box=SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False
-    )
+    grid = tables.grid(title)
     # All but the standard deviation, for which 80 columns have no room.
     head = intervals.head(written)
     shown = [index for index, column in enumerate(head) if column != "sd"]

@@ -12,11 +12,10 @@ from typing import Annotated
 
 import torch
 import typer
-from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.common import registry, report, summary, workloads
+from benchmarks.common import registry, report, summary, tables, workloads
 from benchmarks.quality import compare_worker
 
 FIRST_SEED = 100
@@ -70,7 +69,7 @@ def choose(task: workloads.Task, rows: list[dict]) -> float | None:
 
 def table(task: workloads.Task, name: str, rows: list[dict]) -> Table:
     """A row for each rate of one optimizer; the chosen one has an asterisk."""
-    grid = Table(title=task.what, title_justify="left", box=SIMPLE_HEAD, pad_edge=False)
+    grid = tables.grid(task.what)
     grid.add_column("optimizer", no_wrap=True)
     for column in ("lr", task.metric, "training loss"):
         grid.add_column(column, justify="right")

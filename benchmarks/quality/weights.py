@@ -18,7 +18,6 @@ from typing import Annotated
 
 import torch
 import typer
-from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
@@ -26,7 +25,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import lowbit_optim
-from benchmarks.common import models, plot, report, summary, workloads
+from benchmarks.common import models, plot, report, summary, tables, workloads
 from benchmarks.quality import compare
 from benchmarks.quality.compare_worker import schedule
 
@@ -209,9 +208,7 @@ def table(written: dict) -> Table:
         f"{written['what']}\n{written['params']:,} parameters, {written['steps']} steps, "
         f"{written['seeds']} seeds; before it {written['before']:.4f} bits per byte"
     )
-    grid = Table(
-        title=title, title_justify="left", box=SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False
-    )
+    grid = tables.grid(title)
     heads = ("lr", "bits", "held-out bits\nper byte", "minus fp32\nmasters", "sd", "minus fp32",
              "sd", "nmse to\nmasters", "motion")  # fmt: skip
     for index, head in enumerate(heads):
@@ -235,7 +232,7 @@ def markdown(written: dict) -> str:
     """The table of a result file."""
     head = ("learning rate", "weights", "held-out bits per byte", "minus fp32 masters",
             "minus fp32", "nmse to fp32 masters", "nmse to fp32", "motion")  # fmt: skip
-    lines = [head, ("---",) * len(head)]
+    lines = []
     for rate, rows in written["learning_rates"].items():
         for name, row in rows.items():
             mean = row["held_out"]
@@ -251,7 +248,7 @@ def markdown(written: dict) -> str:
                 *(f"{error:.1e}" if error else "0" for error in errors),
                 f"{row['motion']['mean']:.3f}",
             ))  # fmt: skip
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+    return tables.markdown(head, lines)
 
 
 def main(

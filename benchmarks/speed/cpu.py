@@ -15,12 +15,11 @@ from typing import Annotated
 
 import torch
 import typer
-from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from benchmarks.common import registry, report, shapes, worker
+from benchmarks.common import registry, report, shapes, tables, worker
 
 AIMED_CASES = ("one", "split64", "resnet50", "gpt2")
 _WORKER = "benchmarks.speed.cpu_worker"
@@ -110,9 +109,7 @@ def step_table(section: dict, busy: bool) -> Table:
         "ms a step and torch's fused, both medians; their ratio round by round, median and "
         "quartiles;\nbytes an element; bandwidth of the copy's"
     )
-    grid = Table(
-        title=title, title_justify="left", box=SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False
-    )
+    grid = tables.grid(title)
     for column in ("case", "optimizer"):
         grid.add_column(column, no_wrap=True)
     for column in ("ms (torch)", "ratio", "B", "of copy", "aim"):
@@ -136,9 +133,7 @@ def step_table(section: dict, busy: bool) -> Table:
 def overhead_table(section: dict) -> Table:
     """Microseconds a step over 1,000 tensors of 64 elements, beside torch's foreach form."""
     title = f"{section['device']}, {section['threads']} threads: 1,000 tensors of 64 elements"
-    grid = Table(
-        title=title, title_justify="left", box=SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False
-    )
+    grid = tables.grid(title)
     for column in ("optimizer", "us a step", "torch foreach", "us a tensor", "ratio"):
         grid.add_column(column, justify="left" if column == "optimizer" else "right")
     for pair in section["pairs"]:

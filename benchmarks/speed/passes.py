@@ -17,11 +17,10 @@ from typing import Annotated, Any
 import numpy as np
 import torch
 import typer
-from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.common import measure, registry, report, verify
+from benchmarks.common import measure, registry, report, tables, verify
 from benchmarks.static import traffic
 from lowbit_optim_kernels.engines.numba import threads as numba_threads
 from lowbit_optim_kernels.engines.numba import vector
@@ -134,7 +133,7 @@ def table(rows: list[dict], copy: float, dtype: str) -> Table:
         "ns an element "
         "with the tensor in memory and with a small one in cache, medians"
     )
-    grid = Table(title=title, title_justify="left", box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    grid = tables.grid(title)
     for column in ("optimizer", "pass"):
         grid.add_column(column, no_wrap=True)
     for column in ("B", "memory", "cache", "GB/s", "of copy", "bound by"):

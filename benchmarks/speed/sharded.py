@@ -21,7 +21,7 @@ import typer
 from rich.console import Console
 from torch import Tensor, nn
 
-from benchmarks.common import measure, registry, report, verify
+from benchmarks.common import measure, registry, report, tables, verify
 
 TENSORS = 1000
 LR = 1e-3
@@ -129,18 +129,15 @@ def time_all(spec: dict, counts: list[int]) -> list[dict]:
 
 def table(pairs: list[dict]) -> str:
     """Markdown: milliseconds and ratio by case, optimizer and number of ranks."""
-    lines = [
-        "| vectors | ranks | | ms | unsharded | ratio |",
-        "| --- | --- | --- | --- | --- | --- |",
-    ]
-    for pair in pairs:
-        ratio, ms = pair["ratio"], pair["ms"]["median"]
-        lines.append(
-            f"| {pair['case']} | {pair['ranks']} | {pair['optimizer']} | {ms:.2f} | "
-            f"{pair['unsharded_ms']['median']:.2f} | "
-            f"{ratio['median']:.2f} ({ratio['q25']:.2f}, {ratio['q75']:.2f}) |"
-        )
-    return "\n".join(lines)
+    rows = [
+        [
+            pair["case"], str(pair["ranks"]), pair["optimizer"], f"{pair['ms']['median']:.2f}",
+            f"{pair['unsharded_ms']['median']:.2f}",
+            "{median:.2f} ({q25:.2f}, {q75:.2f})".format(**pair["ratio"]),
+        ]
+        for pair in pairs
+    ]  # fmt: skip
+    return tables.markdown(["vectors", "ranks", "optimizer", "ms", "unsharded", "ratio"], rows)
 
 
 def main(
