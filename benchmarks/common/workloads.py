@@ -16,6 +16,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from benchmarks.common import models
+from benchmarks.common.arguments import known
 
 Data = dict[str, torch.Tensor]
 
@@ -214,7 +215,4 @@ def select(names: list[str]) -> list[Task]:
     Raises:
         ValueError: there is no task of that name.
     """
-    for name in names:
-        if name not in TASKS:
-            raise ValueError(f"unknown task {name!r}; there are: {', '.join(TASKS)}")
-    return [TASKS[name] for name in dict.fromkeys(names)]
+    return [TASKS[name] for name in dict.fromkeys(known("task", names, TASKS))]

@@ -19,7 +19,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.common import intervals, plot, registry, report, tables, workloads
+from benchmarks.common import arguments, intervals, plot, registry, report, tables, workloads
 from benchmarks.quality import compare
 
 MARGIN = 0.5  # percentage points
@@ -140,15 +140,13 @@ def main(
     options = {"optimizer": optimizer, "task": task, "seeds": seeds, "steps": steps,
                "margin": margin, "device": device, "threads": threads,
                "control": control, "format": state_format}  # fmt: skip
-    try:
+    with arguments.refusing():
         entries, (chosen,) = _entries(optimizer, state_format), workloads.select([task])
         if not isinstance(chosen, workloads.Images):
             raise ValueError(f"task {task!r} has no accuracy")
         if state_format and control:
             raise ValueError("--control is of the codes that 8 bits mean, not of another format")
-        used = compare.resolve_device(device)
-    except ValueError as error:
-        raise typer.BadParameter(str(error)) from error
+        used = arguments.resolve_device(device)
     spec = {"seeds": seeds, "steps": steps, "lr": None, "device": used,
             "threads": threads or report.cores(), "min_8bit_size": MIN_8BIT_SIZE,
             "coarsen": control, "state_format": state_format}  # fmt: skip

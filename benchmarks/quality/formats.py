@@ -359,8 +359,8 @@ def main(
     for table in tables(written):
         console.print(table, highlight=False, soft_wrap=True)
         console.print()
-    if rounds and report.busy_note(load):
-        console.print(report.busy_note(load))
+    if rounds:
+        report.say_if_busy(console, load)
     report.write_json(out / "formats.json", written)
     plot.formats(out / "formats.png", written)
     console.print(f"{written['wall_s']:.0f} s\nresults: {out / 'formats.json'}", soft_wrap=True)

@@ -15,7 +15,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.common import registry, report, summary, tables, workloads
+from benchmarks.common import arguments, registry, report, summary, tables, workloads
 from benchmarks.quality import compare_worker
 
 FIRST_SEED = 100
@@ -100,11 +100,9 @@ def main(
     """Train 32-bit optimizers at several learning rates and print the held-out quality."""
     console = Console()
     twins = [entry.name for entry in registry.REGISTRY.values() if "32bit" in entry.name]
-    try:
+    with arguments.refusing():
         (chosen,) = workloads.select([task])
         entries = registry.select(optimizer or twins)
-    except ValueError as error:
-        raise typer.BadParameter(str(error)) from error
     torch.set_num_threads(threads or report.cores())
     data, tried = chosen.load(), {}
     spec = {"seeds": seeds, "steps": steps or chosen.steps, "device": "cpu"}

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import lowbit_optim
-from benchmarks.common import models, plot, report, summary, tables, workloads
+from benchmarks.common import arguments, models, plot, report, summary, tables, workloads
 from benchmarks.quality import compare
 from benchmarks.quality.compare_worker import schedule
 
@@ -274,10 +274,8 @@ def main(
     options = {"lr": lr, "seeds": seeds, "steps": steps, "pretrain": pretrain, "width": width,
                "folder": folder, "threads": threads}  # fmt: skip
     torch.set_num_threads(threads or report.cores())
-    try:
+    with arguments.refusing():
         text = load(folder)
-    except ValueError as error:
-        raise typer.BadParameter(str(error)) from error
     rates, found = lr or [1e-5, 1e-6], {}
     with compare.bars(console) as progress:
         start = pretrained(text, width, pretrain, _bar(progress, "pretraining", pretrain))

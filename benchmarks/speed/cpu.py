@@ -19,7 +19,7 @@ from rich.console import Console
 from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from benchmarks.common import registry, report, shapes, tables, worker
+from benchmarks.common import arguments, registry, report, shapes, tables, worker
 
 AIMED_CASES = ("one", "split64", "resnet50", "gpt2")
 _WORKER = "benchmarks.speed.cpu_worker"
@@ -212,15 +212,10 @@ def main(
 ) -> None:
     """Time optimizer steps beside torch's fused and foreach optimizers."""
     console, start, load = Console(), time.perf_counter(), report.load_average()
-    unknown = [name for name in case or () if name not in shapes.SHAPES]
-    if unknown:
-        known = ", ".join(shapes.SHAPES)
-        raise typer.BadParameter(f"unknown case {unknown[0]!r}; there are: {known}")
-    try:
+    counts = threads or [1, 2]
+    with arguments.refusing():
+        cases = arguments.known("case", case or shapes.SHAPES, shapes.SHAPES)
         names = _chosen(optimizer, peers, console)
-    except ValueError as error:
-        raise typer.BadParameter(str(error)) from error
-    cases, counts = case or list(shapes.SHAPES), threads or [1, 2]
     spec = {"optimizers": names, "cases": cases, "rounds": rounds}
     options = {"optimizer": optimizer, "case": case, "threads": threads, "rounds": rounds,
                "peers": peers, "no-first": not first, "append": append}  # fmt: skip
@@ -246,8 +241,7 @@ def main(
         "sections": [*before, *sections],
         "first_step": firsts,
     }
-    if report.busy_note(load):
-        console.print(report.busy_note(load))
+    report.say_if_busy(console, load)
     report.write_json(path, written)
     console.print(f"{written['wall_s']:.0f} s\nresults: {path}", soft_wrap=True)
 

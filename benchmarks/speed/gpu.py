@@ -24,7 +24,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.common import measure, registry, report, shapes, verify
+from benchmarks.common import arguments, measure, registry, report, shapes, verify
 from benchmarks.static import traffic
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
@@ -144,7 +144,7 @@ def time_one(
     _warm_up(optimizer.step, device)
     held = measure.state_bytes(optimizer)
     measure.reset_peak(device)
-    before = torch.cuda.memory_allocated(device) if device.type == "cuda" else 0
+    before = measure.held_bytes(device)
     optimizer.step()
     peak = measure.peak_bytes(device)
     gc.collect()
@@ -260,14 +260,13 @@ def main(
     if not torch.cuda.is_available():
         console.print("no GPU: nothing is measured")
         raise typer.Exit(1)
-    for given, known in ((optimizer, CONTENDERS), (workload, WORKLOADS), (dtype, DTYPES)):
-        for name in given or ():
-            if name not in known:
-                raise typer.BadParameter(f"{name!r}; there are: {', '.join(known)}")
-    device, names = torch.device("cuda"), optimizer or list(CONTENDERS)
+    with arguments.refusing():
+        names = arguments.known("optimizer", optimizer or CONTENDERS, CONTENDERS)
+        workloads = arguments.known("workload", workload or WORKLOADS, WORKLOADS)
+        dtypes = arguments.known("dtype", dtype or DTYPES, DTYPES)
+    device = torch.device("cuda")
     errors = check(names, device, console)
-    chosen = {name: WORKLOADS[name] for name in workload or WORKLOADS}
-    found = run(names, chosen, dtype or list(DTYPES), device, rounds, console)
+    found = run(names, {x: WORKLOADS[x] for x in workloads}, dtypes, device, rounds, console)
     options = {"optimizer": optimizer, "workload": workload, "dtype": dtype, "rounds": rounds}
     written = {
         **report.origin("benchmarks.speed.gpu", options),

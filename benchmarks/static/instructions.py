@@ -28,6 +28,7 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.common import report
+from benchmarks.common.arguments import known, refusing
 from benchmarks.static import machine_code, traffic, wavefronts
 from lowbit_optim_kernels import formats, weights
 from lowbit_optim_kernels.engines.triton import engine as engine_triton
@@ -249,13 +250,6 @@ def show(console: Console, rows: list[dict[str, Any]], targets: list[str]) -> No
     )
 
 
-def checked(kind: str, given: list[str] | None, known: Mapping[str, object]) -> list[str]:
-    unknown = [name for name in given or () if name not in known]
-    if unknown:
-        raise typer.BadParameter(f"unknown {kind} {unknown[0]!r}; there are: {', '.join(known)}")
-    return given or list(known)
-
-
 def main(
     optimizer: Annotated[list[str] | None, typer.Option(help="repeatable; all")] = None,
     dtype: Annotated[list[str] | None, typer.Option(help="bf16, fp16, fp32; repeatable")] = None,
@@ -270,11 +264,12 @@ def main(
     out: Annotated[Path, typer.Option(help="folder for instructions.json")] = report.LOCAL,
 ) -> None:
     """Count the instructions of the GPU kernels."""
-    names = checked("optimizer", optimizer, RULES)
-    dtypes = checked("dtype", dtype or ["bf16", "fp32"], DTYPES)
-    targets = checked("target", target, CHIPS)
-    checked("format", [state_format] if state_format else None, formats.FORMATS)
-    checked("weights", [weights], WEIGHTS)
+    with refusing():
+        names = known("optimizer", optimizer or RULES, RULES)
+        dtypes = known("dtype", dtype or ["bf16", "fp32"], DTYPES)
+        targets = known("target", target or CHIPS, CHIPS)
+        known("format", [state_format] if state_format else [], formats.FORMATS)
+        known("weights", [weights], WEIGHTS)
     widths = bits or [8]
     console, rows = Console(width=150), []
     with console.status("compiling") as status:
