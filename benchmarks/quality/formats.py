@@ -19,7 +19,7 @@ import typer
 from rich.console import Console
 from torch import Tensor
 
-from benchmarks.common import measure, plot, registry, report, workloads
+from benchmarks.common import measure, models, plot, registry, report, workloads
 from benchmarks.common.registry import Source
 from benchmarks.quality.compare_worker import schedule
 from benchmarks.quality.formats_tables import tables
@@ -151,7 +151,7 @@ def record(task: workloads.Task, layers: Mapping[str, int], steps: int) -> dict[
     recorded: dict[str, list[Tensor]] = {name: [] for name in layers}
     for _ in range(steps):
         optimizer.zero_grad()
-        task.loss(model, *task.batch(data, batches)).backward()
+        models.loss(model, *task.batch(data, batches)).backward()
         for name, rows in layers.items():
             recorded[name].append(model.get_parameter(name).grad[:rows].clone())
         optimizer.step()
