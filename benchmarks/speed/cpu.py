@@ -11,7 +11,7 @@ import tempfile
 import time
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import torch
 import typer
@@ -22,6 +22,7 @@ from rich.table import Table
 from benchmarks.common import arguments, registry, report, shapes, tables, worker
 
 AIMED_CASES = ("one", "split64", "resnet50", "gpt2")
+NOTHING: dict[str, Any] = {"sections": [], "first_step": {}}  # of a file that is not there
 _WORKER = "benchmarks.speed.cpu_worker"
 
 
@@ -183,19 +184,19 @@ def _chosen(optimizer: list[str] | None, peers: bool, console: Console) -> list[
     return names
 
 
-def earlier(path: Path, origin: Mapping[str, object]) -> list[dict[str, object]]:
-    """The sections that a file has, none if there is no file.
+def earlier(path: Path, origin: Mapping[str, object]) -> dict[str, Any]:
+    """The sections and first steps that a file has, none if there is no file.
 
     Raises:
         typer.BadParameter: they are of another machine, or of other versions.
     """
     if not path.exists():
-        return []
+        return NOTHING
     before = json.loads(path.read_text(encoding="utf-8"))
     for what in ("hardware", "versions"):
         if before[what] != origin[what]:
             raise typer.BadParameter(f"{path} is of other {what}: {before[what]}")
-    return before["sections"]
+    return before
 
 
 def main(
@@ -220,7 +221,7 @@ def main(
     options = {"optimizer": optimizer, "case": case, "threads": threads, "rounds": rounds,
                "peers": peers, "no-first": not first, "append": append}  # fmt: skip
     path, origin = out / "speed.json", report.origin("benchmarks.speed.cpu", options)
-    before = earlier(path, origin) if append else []
+    before = earlier(path, origin) if append else NOTHING
     runs = [("cpu", count) for count in counts]
     if torch.cuda.is_available():
         runs.append(("cuda", max(counts)))
@@ -238,8 +239,8 @@ def main(
     written = {
         **origin,
         "wall_s": round(time.perf_counter() - start, 1),
-        "sections": [*before, *sections],
-        "first_step": firsts,
+        "sections": [*before["sections"], *sections],
+        "first_step": {**before["first_step"], **firsts},
     }
     report.say_if_busy(console, load)
     report.write_json(path, written)
