@@ -190,8 +190,12 @@ class Share:
         if self.whole:
             return 0
         (_, first), layout = self._place(), Layout.of(self.p.shape, block)
-        in_row = self.p.numel() // max(1, self.p.shape[0]) if self.p.ndim else 1
-        return layout.places_before(first if layout.by_rows else first * in_row)
+        return layout.places_before(first if layout.by_rows else first * self._in_row)
+
+    @property
+    def _in_row(self) -> int:
+        """Elements of a row, a slice of the first dimension."""
+        return self.p.numel() // max(1, self.p.shape[0]) if self.p.ndim else 1
 
     def written(self, work: Tensor) -> Tensor:
         """Of what has been stepped this rank's shard."""
@@ -205,7 +209,7 @@ class Share:
         shape, first = self._place()
         if self.whole or not self.p.ndim or tuple(self.p.shape) == shape:
             return dict(state)
-        rows, in_row = shape[0], self.p.numel() // max(1, self.p.shape[0])
+        rows, in_row = shape[0], self._in_row
         taken = dict(state)
         if RESIDUAL_KEY in state:
             taken[RESIDUAL_KEY] = state[RESIDUAL_KEY][first : first + rows].clone()

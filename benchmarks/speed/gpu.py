@@ -198,6 +198,17 @@ def show(console: Console, rows: list[dict[str, Any]]) -> None:
     console.print(table)
 
 
+def _too_large(
+    tensors: tuple[shapes.Shape, ...], dtype: torch.dtype, device: torch.device
+) -> str | None:
+    """What is needed for parameters, gradients and two fp32 moments, if the GPU has less."""
+    if device.type != "cuda":
+        return None
+    needed = (2 * dtype.itemsize + 8) * shapes.elements(tensors)
+    free, _ = torch.cuda.mem_get_info(device)
+    return f"needs {needed / 2**30:.0f} GiB" if needed > free else None
+
+
 def run(
     names: list[str],
     workloads: Mapping[str, tuple[shapes.Shape, ...]],
@@ -216,12 +227,7 @@ def run(
         for dtype in dtypes:
             for name in names:
                 contender, label = CONTENDERS[name], f"{name}, {workload}, {dtype}"
-                why = contender.missing()
-                if why is None and on_gpu:
-                    # Parameter, gradient and at most two fp32 moments.
-                    needed = (2 * DTYPES[dtype].itemsize + 8) * shapes.elements(tensors)
-                    free, _ = torch.cuda.mem_get_info(device)
-                    why = f"needs {needed / 2**30:.0f} GiB" if needed > free else None
+                why = contender.missing() or _too_large(tensors, DTYPES[dtype], device)
                 if why is not None:
                     skipped[label] = why
                     continue
