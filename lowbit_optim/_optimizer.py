@@ -380,3 +380,11 @@ class LowBitOptimizer(LoadsState):
             lasting=tuple(state[x.key] for x in self._lasting(group)),
             weights=self._weights(p, group), residual=state.get(RESIDUAL_KEY),
         )  # fmt: skip
+
+
+def require_own(optimizer: Any, function: str) -> None:
+    """Refuse what is no optimizer of this package."""
+    if not isinstance(optimizer, LowBitOptimizer):
+        raise TypeError(
+            f"{function} takes an optimizer of lowbit_optim, got {type(optimizer).__name__}"
+        )

@@ -12,7 +12,7 @@ from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from . import _checks, _sharding
-from ._optimizer import LowBitOptimizer
+from ._optimizer import LowBitOptimizer, require_own
 from ._settings import PREVIOUS_NORM
 from ._sharding import Groups
 
@@ -68,10 +68,7 @@ def release_gradients(
     Where it differs: torch's `_apply_optimizer_in_backward` makes an optimizer for each parameter,
     and so as many state dicts.
     """
-    if not isinstance(optimizer, LowBitOptimizer):
-        raise TypeError(
-            f"release_gradients takes an optimizer of lowbit_optim, got {type(optimizer).__name__}"
-        )
+    require_own(optimizer, "release_gradients")
     optimizer._check_single_steps()
     _checks.integer("bucket_bytes", bucket_bytes, 0)
     _checks.integer("accumulate", accumulate, 1)

@@ -281,8 +281,11 @@ def test_an_unknown_key(manager):
         lambda: manager.register_module_override(model[0], "weight", {"optim_bit": 32}),
         lambda: manager.override_config(model[0].weight, "foreach", True),
         lambda: manager.override_config(model[0].weight, "params", []),
+        lambda: manager.override_config(model[0].weight, "defaults", {}),
     ):
-        with pytest.raises(ValueError, match=r"unknown setting '(optim_bit|foreach|params)'"):
+        with pytest.raises(
+            ValueError, match=r"unknown setting '(optim_bit|foreach|params|defaults)'"
+        ):
             call()
     assert not manager._parameters
     assert not manager._modules
