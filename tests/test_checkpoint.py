@@ -215,6 +215,16 @@ def test_what_a_user_keeps_with_a_parameter_and_in_a_group_is_copied():
     assert identical(kept, {"sizes": [torch.ones(3)]})
 
 
+@pytest.mark.parametrize("key", ["min_8bit_size", "state_format", "optim_bits"])
+def test_odd_settings_of_storage_do_no_harm(key):
+    """Storage is this optimizer's, whatever the file says."""
+    saved = train(lowbit_optim.AdamW8bit(parameters()), 1).state_dict()
+    saved["param_groups"][0][key] = torch.ones(2)
+    loaded = lowbit_optim.AdamW8bit(parameters())
+    loaded.load_state_dict(saved)
+    assert loaded.param_groups[0][key] == {"min_8bit_size": 4096, "optim_bits": 8}.get(key)
+
+
 def test_hyperparameters_come_from_the_state_dict_and_storage_stays():
     saved = lowbit_optim.AdamW8bit(parameters(), lr=0.5, betas=(0.5, 0.6), min_8bit_size=7)
     loaded = lowbit_optim.AdamW(parameters(), lr=0.1, optim_bits=32, min_8bit_size=100)

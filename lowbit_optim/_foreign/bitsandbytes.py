@@ -28,7 +28,9 @@ from lowbit_optim_kernels.rules.lion import MOMENTUM as LION
 from lowbit_optim_kernels.rules.rmsprop import MEAN_SQUARE
 from lowbit_optim_kernels.rules.sgd import MOMENTUM as SGD
 
+from .._checks import is_number
 from .._saved import require_scales, require_shape
+from .._settings import as_number
 from .coded import Coded, check_book, scales_of
 from .library import Library
 
@@ -138,7 +140,8 @@ class BitsAndBytes(Library):
         group = {key: value for key, value in saved.items() if key not in dropped}
         group.update(its.replaced)
         if family == "AdEMAMix":  # 0 is no warm-up to bitsandbytes
-            group.update({key: saved.get(key) or None for key in ("t_alpha", "t_beta3")})
+            steps = {key: as_number(saved.get(key)) for key in ("t_alpha", "t_beta3")}
+            group.update({key: None if is_number(n) and n == 0 else n for key, n in steps.items()})
         if its.first_beta is not None and "betas" in saved:
             betas = saved["betas"]
             if not isinstance(betas, (tuple, list)) or not betas:
