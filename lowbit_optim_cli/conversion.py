@@ -118,11 +118,11 @@ def _storage(
     """How a group's moments are kept: as asked, as its own library says, or as they are."""
     if format is not None:
         return {"state_format": format}
-    if library(state_dict) == "lowbit_optim":
+    of = library(state_dict)
+    if of == "lowbit_optim":
         return {key: group[key] for key in _checkpoint.STORAGE_SETTINGS if key in group}
-    coded = library(state_dict) != TORCH and any(
-        x.itemsize == 1 for x in checkpoints.tensors(state_dict["state"])
-    )
+    tensors = checkpoints.tensors(state_dict["state"])
+    coded = of != TORCH and any(x.itemsize == 1 for x in tensors)
     return {"state_format": "dynamic8" if coded else "float32"}
 
 

@@ -31,7 +31,7 @@ from lowbit_optim_kernels.rules.sgd import MOMENTUM as SGD
 from .._checks import is_number
 from .._saved import require_scales, require_shape
 from .._settings import as_number
-from .coded import Coded, check_book, scales_of
+from .coded import Coded, check_book
 from .library import Library
 
 NESTED = "__bnb_optimizer_quant_state__"
@@ -246,7 +246,7 @@ def _scales(flat: Mapping[str, Any], i: int, count: int, numel: int) -> tuple[li
     if f"absmax{i}" not in flat and f"max{i}" in flat:
         key, blocks = f"max{i}", {max(numel, 1): 1}
     else:
-        key, blocks = f"absmax{i}", {block: scales_of(numel, block) for block in BLOCKS}
+        key, blocks = f"absmax{i}", {block: -(-numel // block) for block in BLOCKS}
     scales = _required(flat, key)
     require_scales(key, scales)
     for block, length in blocks.items():
