@@ -175,8 +175,9 @@ def estimate(
     from . import estimate as estimates
     from .models import read_model
 
+    # What is misspelt is said before a model is built.
     size = None if gpu is None else estimates.size_of(gpu)
-    estimates.choose(optimizer, bf16=True)  # a misspelt name is said before a model is built
+    estimates.choose(optimizer, bf16=True)
     found = read_model(model, dtype.value if dtype else None, build=measure is not None)
     bf16 = any(weight.dtype == "bf16" for weight in found.weights)
     if embeddings_in_32_bits and not any(weight.embedding for weight in found.weights):
@@ -184,8 +185,8 @@ def estimate(
     rows = estimates.rows_of(
         found, estimates.choose(optimizer, bf16), shards, embeddings_in_32_bits
     )
-    if size is not None and gpu is not None:
-        rows = estimates.fitting(rows, size, gpu)
+    if size is not None:
+        rows = estimates.fitting(rows, size, str(gpu))
     further = [activations.formula(found.config)]
     further += [] if measure is None else [activations.measure(found, measure)]
     if as_json:
