@@ -136,6 +136,23 @@ def test_compare_refuses(arguments, message):
     assert message in result.output
 
 
+def test_a_learning_rate_of_zero_is_one(monkeypatch):
+    seen = []
+
+    def stream(module, given, *rest):
+        seen.append(given["lr"])
+        run = dict.fromkeys(("state_bytes", "share_8bit", "quality"), 0)
+        yield {"event": "run", **run, "params": 1, "step_ms": [1.0], "weights": "", "losses": []}
+
+    monkeypatch.setattr(compare_program.worker, "stream", stream)
+    task, entry = workloads.TASKS["digits"], registry.REGISTRY["AdamW8bit"]
+    for lr in (0.0, None):
+        spec = {"steps": 1, "seeds": 1, "threads": 1, "lr": lr}
+        with compare_program.bars(compare_program.Console()) as progress:
+            compare_program.train_all(task, entry, spec, progress)
+    assert seen == [0.0, entry.learning_rate("digits")]
+
+
 def test_failing_worker_shows_its_error(tmp_path, monkeypatch):
     monkeypatch.setattr(compare_program, "_WORKER", "benchmarks.no_such_worker")
     result = run(

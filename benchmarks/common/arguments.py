@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager
+from typing import TypeVar
 
 import torch
+
+T = TypeVar("T")
 
 
 @contextmanager
@@ -19,7 +22,7 @@ def refusing() -> Iterator[None]:
         raise typer.BadParameter(str(error)) from error
 
 
-def known(what: str, names: Iterable[str], there: Collection[str]) -> list[str]:
+def known(what: str, names: Iterable[T], there: Collection[T]) -> list[T]:
     """These names, if there are all of them.
 
     Raises:
@@ -28,7 +31,7 @@ def known(what: str, names: Iterable[str], there: Collection[str]) -> list[str]:
     names = list(names)
     for name in names:
         if name not in there:
-            raise ValueError(f"unknown {what} {name!r}; there are: {', '.join(there)}")
+            raise ValueError(f"unknown {what} {name!r}; there are: {', '.join(map(str, there))}")
     return names
 
 

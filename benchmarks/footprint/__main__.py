@@ -140,6 +140,7 @@ def main(
         arguments.known("size", [size], SIZES)
         networks = arguments.known("network", network or NETWORKS, NETWORKS)
         dtypes = arguments.known("dtype", dtype or ["fp32"], DTYPES)
+        arguments.known("bits", bits or (), (16, 24, 32))
         used = arguments.resolve_device(device)
         entries, missing = _entries(optimizer)
     common = {"size": size, "bucket_bytes": bucket_bytes, "steps": steps}

@@ -36,7 +36,8 @@ def train_all(
     task: workloads.Task, entry: registry.Entry, spec: Mapping[str, object], progress: Progress
 ) -> dict[str, object]:
     """All seeds of one optimizer on one task, in a fresh process; the bar moves as it reports."""
-    steps, lr = int(spec["steps"]), spec["lr"] or entry.learning_rate(task.name)
+    steps = int(spec["steps"])
+    lr = entry.learning_rate(task.name) if spec["lr"] is None else spec["lr"]
     given = {**spec, "task": task.name, "optimizer": entry.name, "lr": lr}
     total = steps * int(spec["seeds"])
     bar = progress.add_task(f"{task.name} {entry.name}", total=total, loss="starting")

@@ -258,7 +258,9 @@ def main(
     state_format: Annotated[str | None, typer.Option("--format", help="that of the bits")] = None,
     weights: Annotated[str, typer.Option(help="bits of bf16 weights: 0, 16, 24 or 32")] = "0",
     dither: Annotated[bool, typer.Option(help="round squares and slow averages by dither")] = True,
-    row: Annotated[int, typer.Option(help="elements in a row of the emulated tensor")] = 1024,
+    row: Annotated[
+        int, typer.Option(min=1, help="elements in a row of the emulated tensor")
+    ] = 1024,
     emulate: Annotated[bool, typer.Option(help="emulate a step, for wavefronts")] = True,
     peers: Annotated[bool, typer.Option("--peers", help="count other libraries too")] = False,
     out: Annotated[Path, typer.Option(help="folder for instructions.json")] = report.LOCAL,
@@ -270,7 +272,7 @@ def main(
         targets = known("target", target or CHIPS, CHIPS)
         known("format", [state_format] if state_format else [], formats.FORMATS)
         known("weights", [weights], WEIGHTS)
-    widths = bits or [8]
+        widths = known("bits", bits or [8], (8, 32))
     console, rows = Console(width=150), []
     with console.status("compiling") as status:
         more = {"format": state_format, "weights": weights, "dither": dither, "emulate": emulate}
