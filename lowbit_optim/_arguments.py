@@ -16,7 +16,9 @@ from typing import Any, TypeVar
 
 T = TypeVar("T", bound=type)
 
-NOT_SETTINGS = ("self", "__class__", "params", "args", "kwargs", "block_wise", "is_paged")
+NOT_SETTINGS = (
+    "self", "__class__", "params", "defaults", "args", "kwargs", "block_wise", "is_paged",
+)  # fmt: skip
 WIDTH = 100
 COMMON = """
 Args:

@@ -14,7 +14,7 @@ from lowbit_optim_kernels.rules.stored import CAIN
 
 from . import _checks
 from ._arguments import documented, settings_of
-from ._eager import EagerOptimizer, Work, dot, only_finite
+from ._eager import EagerOptimizer, Extra, Work, dot, only_finite
 from ._variants import fixed_bits
 
 RESET_PERIOD = 1000  # steps after which the rank-1 factor is estimated afresh
@@ -114,17 +114,13 @@ class Cain(EagerOptimizer):
 
     def _extras(
         self, p: Tensor, group: Mapping[str, Any], state: Mapping[str, Any]
-    ) -> dict[str, tuple[int, ...]]:
+    ) -> dict[str, Extra]:
         if p.numel() <= 1:
             return {}
-        vectors = {_vector(dim): (size,) for dim, size in enumerate(p.shape)}
-        return {"scale_exp_avg_sq": (), **vectors}
-
-    def _new_extra(
-        self, key: str, shape: tuple[int, ...], p: Tensor, group: Mapping[str, Any]
-    ) -> Tensor:
-        start = super()._new_extra(key, shape, p, group)
-        return start if key == "scale_exp_avg_sq" else start + 1.0
+        vectors = {
+            _vector(dim): Extra((size,), 1.0, "not positive") for dim, size in enumerate(p.shape)
+        }
+        return {"scale_exp_avg_sq": Extra((), never="negative"), **vectors}
 
     def _update(self, work: Work) -> Tensor:
         group, p, g, t = work.group, work.p, work.g, work.t

@@ -10,12 +10,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from lowbit_optim_kernels import weights
 from lowbit_optim_kernels.formats import Format
 from lowbit_optim_kernels.plan import STEP_DTYPE
 from lowbit_optim_kernels.rules import Lasting, Moment
 from lowbit_optim_kernels.rules.shared import NORMS
-from lowbit_optim_kernels.weights import Weights
+from lowbit_optim_kernels.weights import RESIDUAL_KEY, Weights, as_integers, converted
 
 from . import _manager, _saved, _state
 from ._settings import without_numpy
@@ -24,12 +23,8 @@ KEY = "lowbit_optim"
 FORMAT_VERSION = 2
 EXACT_IN_FP32 = 2**24  # every whole number up to here
 MOST_STEPS = 2**53  # and up to here in fp64
-STORAGE_SETTINGS = (
-    "optim_bits",
-    "state_format",
-    "min_8bit_size",
-    "master_weight_bits",
-)  # of the optimizer at hand, not of the file
+# Settings of the optimizer at hand, not of the file.
+STORAGE_SETTINGS = ("optim_bits", "state_format", "min_8bit_size", "master_weight_bits")
 
 
 def add_header(optimizer: Any, state_dict: dict[str, Any]) -> None:
@@ -160,14 +155,14 @@ def merged_groups(
     return merged
 
 
-def copied(value: Any) -> Any:
-    """A tree with tensors of its own, and without NumPy's numbers."""
+def copied(value: Any, device: torch.device | None = None) -> Any:
+    """A tree with tensors of its own, perhaps on another device, and without NumPy's numbers."""
     if isinstance(value, Tensor):
-        return value.detach().clone()
+        return value.detach().to(device or value.device, copy=True)
     if isinstance(value, dict):
-        return {key: copied(item) for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return type(value)(copied(item) for item in value)
+        return {key: copied(item, device) for key, item in value.items()}
+    if type(value) in (list, tuple):
+        return type(value)(copied(item, device) for item in value)
     return without_numpy(value)
 
 
@@ -235,26 +230,26 @@ def check_values(
             _check_lasting(x, saved[x.key])
         elif not x.history:
             raise ValueError(f"it has no {x.key!r}, only {sorted(map(str, saved))}")
-    if weights.RESIDUAL_KEY in saved:
-        _check_residual(saved[weights.RESIDUAL_KEY], p)
+    if RESIDUAL_KEY in saved:
+        _check_residual(saved[RESIDUAL_KEY], p)
     there = _saved.known(saved, tuple(moments))
     for unit in _saved.saved_units(saved, there):
         _saved.check(saved, p, unit)
 
 
 def _check_residual(value: Any, p: Tensor) -> None:
-    _saved.require_shape(repr(weights.RESIDUAL_KEY), value, p.shape)
+    _saved.require_shape(repr(RESIDUAL_KEY), value, p.shape)
     allowed = torch.int8, torch.int16, torch.bfloat16  # the last are an int16's bits, of DTensors
-    _saved.require_dense(weights.RESIDUAL_KEY, value, allowed)
+    _saved.require_dense(RESIDUAL_KEY, value, allowed)
 
 
 def _residual(saved: Mapping[str, Any], p: Tensor, dtype: torch.dtype) -> Tensor:
     """What is kept beside a parameter; nothing where none is saved."""
-    value = saved.get(weights.RESIDUAL_KEY)
+    value = saved.get(RESIDUAL_KEY)
     if value is None:
         return torch.zeros(p.shape, dtype=dtype, device=p.device)
     moved = value.detach().to(p.device, copy=True).contiguous()
-    return weights.converted(weights.as_integers(moved), dtype)
+    return converted(as_integers(moved), dtype)
 
 
 def as_step(value: Any) -> int:
@@ -294,12 +289,10 @@ def fitted(
         if x.key in saved:
             dtype = _state.stored_of(x, p).dtype
             state[x.key] = saved[x.key].detach().to(p.device, dtype, copy=True)
-    used |= {weights.RESIDUAL_KEY}
+    used |= {RESIDUAL_KEY}
     if kept_as.residual is not None:
-        state[weights.RESIDUAL_KEY] = _residual(saved, p, kept_as.residual)
+        state[RESIDUAL_KEY] = _residual(saved, p, kept_as.residual)
     for key, value in saved.items():
         if key not in used | state.keys():
-            state[key] = (
-                value.detach().to(p.device, copy=True) if isinstance(value, Tensor) else value
-            )
+            state[key] = copied(value, p.device)
     return state

@@ -112,6 +112,12 @@ def optional_flag(name: str, value: Any) -> None:
         flag(name, value)
 
 
+def module(value: Any) -> None:
+    """Refuse what is no model."""
+    if not isinstance(value, torch.nn.Module):
+        raise TypeError(f"model must be a torch.nn.Module; got {type(value).__name__}")
+
+
 def one_of(name: str, value: Any, allowed: tuple[Any, ...]) -> None:
     """Refuse what is not among the allowed values."""
     single = value is None or isinstance(value, str) or is_number(value)  # and not an array

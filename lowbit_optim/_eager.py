@@ -12,7 +12,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -57,6 +57,23 @@ class Work:
     moments: dict[str, Tensor]
 
 
+class Extra(NamedTuple):
+    """What is kept of a parameter beside its moments, in the dtype that is computed in.
+
+    Attributes:
+        shape: of its tensor.
+        start: what it is filled with at first, unless the optimizer's `_new` says otherwise.
+        never: what none of its numbers is: "negative" or "not positive"; "" if they may be both.
+    """
+
+    shape: tuple[int, ...]
+    start: float = 0.0
+    never: str = ""
+
+
+_IS = {"negative": torch.lt, "not positive": torch.le}  # with 0 as the second number
+
+
 def _sum_dtype(x: Tensor) -> torch.dtype:
     return torch.float32 if x.device.type == "mps" else torch.float64  # MPS has no fp64
 
@@ -81,9 +98,8 @@ def rms(x: Tensor) -> Tensor:
 class EagerOptimizer(LowBitOptimizer):
     """Base class of the optimizers that torch operators step; not meant to be constructed.
 
-    A subclass gives `STORE`, `_validate`, `_extras`, `_update` and, where a state does not start at
-    zero, `_new_extra`. `STORE` is a rule of `rules.stored`: it has the moments, which the engines
-    code by it, as in a step of their own.
+    A subclass gives `STORE`, `_validate`, `_extras` and `_update`. `STORE` is a rule of
+    `rules.stored`: it has the moments, which the engines code by it, as in a step of their own.
 
     Args:
         defaults: the groups' settings; `max_unorm` need not be among them.
@@ -104,18 +120,12 @@ class EagerOptimizer(LowBitOptimizer):
     @abstractmethod
     def _extras(
         self, p: Tensor, group: Mapping[str, Any], state: Mapping[str, Any]
-    ) -> dict[str, tuple[int, ...]]:
-        """Key and shape of all state beside the moments; `state` is empty before the first step."""
+    ) -> dict[str, Extra]:
+        """All state beside the moments by key; `state` is empty before the first step."""
 
     @abstractmethod
     def _update(self, work: Work) -> Tensor:
         """The parameter's new values; moments and other state are written in place."""
-
-    def _new_extra(
-        self, key: str, shape: tuple[int, ...], p: Tensor, group: Mapping[str, Any]
-    ) -> Tensor:
-        """How a state beside the moments starts."""
-        return torch.zeros(shape, dtype=compute_dtype(p), device=p.device)
 
     def _validate(self, group: Mapping[str, Any]) -> None:
         super()._validate(group)
@@ -148,20 +158,15 @@ class EagerOptimizer(LowBitOptimizer):
     ) -> dict[str, Stored]:
         stored = super()._stored(p, group, state)
         stored["step"] = stored["step"]._replace(device=torch.device("cpu"))
-        for key, shape in self._extras(p, group, state).items():
-            stored[key] = Stored(shape, compute_dtype(p), p.device)
+        for key, extra in self._extras(p, group, state).items():
+            stored[key] = Stored(extra.shape, compute_dtype(p), p.device, extra.start)
         return stored
-
-    def _new(self, key: str, stored: Stored, p: Tensor, group: Mapping[str, Any]) -> Tensor:
-        if key in super()._stored(p, group, {}):
-            return super()._new(key, stored, p, group)
-        return self._new_extra(key, stored.shape, p, group)
 
     def _check_saved(self, saved: Mapping[str, Any], p: Tensor, group: Mapping[str, Any]) -> None:
         super()._check_saved(saved, p, group)
-        for key in self._extras(p, group, saved):
+        for key, extra in self._extras(p, group, saved).items():
             if key in saved:
-                _check_extra(key, saved[key])
+                _check_extra(key, saved[key], extra.never)
 
     def _fitted(self, saved: dict[str, Any], p: Tensor, group: Mapping[str, Any]) -> dict[str, Any]:
         state = super()._fitted(saved, p, group)
@@ -169,11 +174,11 @@ class EagerOptimizer(LowBitOptimizer):
             return state
         steps = _checkpoint.as_step(saved["step"])
         state["step"] = torch.tensor(steps, dtype=STEP_DTYPE, device="cpu")
-        for key, shape in self._extras(p, group, state).items():
+        for key, extra in self._extras(p, group, state).items():
             value = state.get(key)
             found = tuple(value.shape) if isinstance(value, Tensor) else value
-            if found != shape:
-                raise ValueError(f"{key!r} must have shape {shape}; got {found!r}")
+            if found != extra.shape:
+                raise ValueError(f"{key!r} must have shape {extra.shape}; got {found!r}")
             state[key] = state[key].to(compute_dtype(p)).contiguous()
         return state
 
@@ -190,7 +195,7 @@ class EagerOptimizer(LowBitOptimizer):
         todo = [(p, g, part) for part in parts for p, g, _ in self._gradients(part)]
         states = {p: self._state_of(p, p, part, self._share(p, part)) for p, _, part in todo}
         self.state.update(states)
-        found_inf = getattr(self, "found_inf", None)
+        found_inf = self._scaler("found_inf")
         # The only value ever read back, and only under a GradScaler, which for most of torch's
         # optimizers reads it back itself.
         if found_inf is not None and bool(found_inf):
@@ -250,7 +255,7 @@ class EagerOptimizer(LowBitOptimizer):
         self, g: Tensor, t: int, group: Mapping[str, Any], state: Mapping[str, Any]
     ) -> Tensor:
         """The gradient without the loss scale, flipped by `maximize`, and clipped."""
-        grad_scale = getattr(self, "grad_scale", None)
+        grad_scale = self._scaler("grad_scale")
         if grad_scale is not None:
             g = g / grad_scale.to(device=g.device, dtype=g.dtype).reshape(())
         if group["maximize"]:
@@ -294,17 +299,15 @@ class EagerOptimizer(LowBitOptimizer):
         dispatch.step([batch])
 
 
-def _check_extra(key: str, value: Any) -> None:
+def _check_extra(key: str, value: Any, never: str) -> None:
     """Refuse numbers that no step leaves in a state beside the moments."""
     if not isinstance(value, Tensor):
         raise ValueError(f"{key!r} must be a tensor, got {value!r}")
     _saved.require_dense(key, value)
     if not bool(value.isfinite().all()):
         raise ValueError(f"{key!r} has elements that are not finite")
-    if key.startswith("param_rms_") and bool((value <= 0).any()):
-        raise ValueError(f"{key!r} has elements that are not positive")
-    if (key.endswith("_sq") or key == "param_rms") and bool((value < 0).any()):
-        raise ValueError(f"{key!r} has elements that are negative")
+    if never and bool(_IS[never](value, 0).any()):
+        raise ValueError(f"{key!r} has elements that are {never}")
 
 
 def _clip_factor(g: Tensor, history: Tensor, step: int, percentile: int) -> Tensor:

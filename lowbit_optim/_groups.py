@@ -58,22 +58,20 @@ def parameter_groups(
         Dettmers, Lewis, Shleifer, Zettlemoyer, "8-bit Optimizers via Block-wise Quantization",
         arXiv:2110.02861 (2021).
     """
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"model must be a torch.nn.Module; got {type(model).__name__}")
+    _checks.module(model)
     _checks.number("weight_decay", weight_decay, 0.0)
     _checks.one_of("embedding_bits", embedding_bits, (4, 8, 32, None))
     _checks.flag("decay_embeddings", decay_embeddings)
     _checks.flag("named", named)
     names = [name for name, p in model.named_parameters() if p.requires_grad]
     excluded = _matching(names, no_decay)
-    owners = _owners(model)
+    embeddings, norms = parameters_of(model, EMBEDDINGS), parameters_of(model, NORMS)
     groups: dict[tuple[bool, bool], list[Any]] = {}
     for name, p in model.named_parameters():
         if not p.requires_grad:
             continue
-        embedding = any(isinstance(module, EMBEDDINGS) for module in owners[p])
-        norm = any(isinstance(module, NORMS) for module in owners[p])
-        weight = p.ndim >= 2 and not norm and not _is_bias(name)
+        embedding = p in embeddings
+        weight = p.ndim >= 2 and p not in norms and not _is_bias(name)
         decays = (decay_embeddings if embedding else weight) and name not in excluded
         groups.setdefault((embedding, decays), []).append((name, p) if named else p)
     bits = {} if embedding_bits is None else {"optim_bits": embedding_bits}
@@ -89,13 +87,10 @@ def parameter_groups(
     ]
 
 
-def _owners(model: nn.Module) -> dict[nn.Parameter, list[nn.Module]]:
-    """Every parameter's modules; there are several of a tied weight."""
-    owners: dict[nn.Parameter, list[nn.Module]] = {}
-    for module in model.modules():
-        for p in module.parameters(recurse=False):
-            owners.setdefault(p, []).append(module)
-    return owners
+def parameters_of(model: nn.Module, kinds: tuple[type[nn.Module], ...]) -> set[nn.Parameter]:
+    """The parameters of a model's modules of these kinds, those of their parametrizations too."""
+    found = (module for module in model.modules() if isinstance(module, kinds))
+    return {p for module in found for p in module.parameters()}
 
 
 def _is_bias(name: str) -> bool:

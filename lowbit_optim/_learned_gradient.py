@@ -15,8 +15,8 @@ from lowbit_optim_kernels.rules.stored import LEARNED_GRADIENT
 
 from . import _checks, _rate_matrices, _sharding
 from ._arguments import documented, settings_of
-from ._eager import EagerOptimizer, Work, dot, rms
-from ._state import compute_dtype
+from ._eager import EagerOptimizer, Extra, Work, dot, rms
+from ._state import Stored
 from ._variants import fixed_bits
 
 SIZE_PERIOD = 4  # steps from one change of a tensor's size to the next
@@ -136,31 +136,32 @@ class LearnedGradient(EagerOptimizer):
 
     def _extras(
         self, p: Tensor, group: Mapping[str, Any], state: Mapping[str, Any]
-    ) -> dict[str, tuple[int, ...]]:
-        shapes: dict[str, tuple[int, ...]] = {}
+    ) -> dict[str, Extra]:
+        extras: dict[str, Extra] = {}
         n = p.numel()
         if n > 1:
-            names = ("param_rms", "scale_exp_avg", "scale_exp_avg_sq")
-            shapes = {**dict.fromkeys(names, ()), "scale_grads": (SIZE_PERIOD,)}
+            extras = {
+                "param_rms": Extra((), never="negative"),
+                "scale_exp_avg": Extra(()),
+                "scale_exp_avg_sq": Extra((), never="negative"),
+                "scale_grads": Extra((SIZE_PERIOD,)),
+            }
         if n <= SMALL:
-            return {**shapes, "exp_avg_sq": tuple(p.shape)}
+            return {**extras, "exp_avg_sq": Extra(tuple(p.shape), never="negative")}
         limit = group["max_size"] or n
         for dim, size in enumerate(p.shape):
             pair = f"lr_{dim}", f"grad_cov_{dim}"
             wanted = any(key in state for key in pair) if state else 1 < size < n and size <= limit
             if wanted:
-                shapes.update(dict.fromkeys(pair, (size, size)))
-        return shapes
+                extras.update(dict.fromkeys(pair, Extra((size, size))))
+        return extras
 
-    def _new_extra(
-        self, key: str, shape: tuple[int, ...], p: Tensor, group: Mapping[str, Any]
-    ) -> Tensor:
-        dtype = compute_dtype(p)
+    def _new(self, key: str, stored: Stored, p: Tensor, group: Mapping[str, Any]) -> Tensor:
         if key == "param_rms":
-            return rms(_sharding.whole(p.detach()).to(dtype)) + group["eps"]
+            return rms(_sharding.whole(p.detach()).to(stored.dtype)) + group["eps"]
         if key.startswith("lr_"):
-            return torch.eye(shape[0], dtype=dtype, device=p.device)
-        return super()._new_extra(key, shape, p, group)
+            return torch.eye(*stored.shape, dtype=stored.dtype, device=stored.device)
+        return super()._new(key, stored, p, group)
 
     def _update(self, work: Work) -> Tensor:
         group = work.group

@@ -275,4 +275,5 @@ def _key(config: Mapping[str, Any]) -> tuple:
 def _told_apart(value: Any) -> Hashable:
     if isinstance(value, (list, tuple)):
         return tuple(map(_told_apart, value))
-    return id(value) if isinstance(value, Tensor) else value
+    plain = isinstance(value, Hashable) and not isinstance(value, Tensor)
+    return value if plain else id(value)

@@ -11,7 +11,7 @@ from torch import Tensor
 from lowbit_optim_kernels.weights import RESIDUAL_KEY, as_integers, split
 
 from . import _sharding
-from ._optimizer import LowBitOptimizer
+from ._optimizer import LowBitOptimizer, require_own
 from ._saved import require_shape
 from ._state import compute_dtype
 
@@ -30,10 +30,14 @@ def master_weights(optimizer: LowBitOptimizer) -> Iterator[tuple[Name, Tensor]]:
         `state_dict()`; and its weight, fp32 (fp64 of an fp64 parameter) and of its shape: a
         DTensor of a DTensor, and of an fp32 parameter its own memory.
 
+    Raises:
+        TypeError: for another optimizer.
+
     Example:
         >>> optimizer = AdamW8bit(model.bfloat16().parameters(), master_weight_bits=24)
         >>> weights = dict(master_weights(optimizer))
     """
+    require_own(optimizer, "master_weights")
     for name, p, group in _named(optimizer):
         yield name, weight_of(optimizer, p, group)
 
@@ -59,6 +63,7 @@ def load_master_weights(
         >>> optimizer = AdamW8bit(model.bfloat16().parameters(), master_weight_bits=24)
         >>> load_master_weights(optimizer, [p.float() for p in model.parameters()])
     """
+    require_own(optimizer, "load_master_weights")
     members = list(_named(optimizer))
     given = _by_name(weights, [name for name, _, _ in members])
     for name, p, _ in members:

@@ -131,8 +131,9 @@ class LowBitOptimizer(LoadsState):
             if "params" not in param_group:
                 raise ValueError(f"a parameter group must have 'params', got {list(param_group)}")
             settings = {key: value for key, value in param_group.items() if key != "params"}
-            param_group.update(_state.agreeing(without_numpy(settings), self.defaults))
-            self._check_given({**self.defaults, **param_group})
+            settings = _state.agreeing(without_numpy(settings), self.defaults)
+            self._check_given({**self.defaults, **settings})
+            param_group.update(settings)
         super().add_param_group(param_group)
         added = self.param_groups[-1]
         try:
@@ -379,3 +380,11 @@ class LowBitOptimizer(LoadsState):
             lasting=tuple(state[x.key] for x in self._lasting(group)),
             weights=self._weights(p, group), residual=state.get(RESIDUAL_KEY),
         )  # fmt: skip
+
+
+def require_own(optimizer: Any, function: str) -> None:
+    """Refuse what is no optimizer of this package."""
+    if not isinstance(optimizer, LowBitOptimizer):
+        raise TypeError(
+            f"{function} takes an optimizer of lowbit_optim, got {type(optimizer).__name__}"
+        )

@@ -12,7 +12,7 @@ from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from . import _checks, _sharding
-from ._optimizer import LowBitOptimizer
+from ._optimizer import LowBitOptimizer, require_own
 from ._settings import PREVIOUS_NORM
 from ._sharding import Groups
 
@@ -68,10 +68,7 @@ def release_gradients(
     Where it differs: torch's `_apply_optimizer_in_backward` makes an optimizer for each parameter,
     and so as many state dicts.
     """
-    if not isinstance(optimizer, LowBitOptimizer):
-        raise TypeError(
-            f"release_gradients takes an optimizer of lowbit_optim, got {type(optimizer).__name__}"
-        )
+    require_own(optimizer, "release_gradients")
     optimizer._check_single_steps()
     _checks.integer("bucket_bytes", bucket_bytes, 0)
     _checks.integer("accumulate", accumulate, 1)
@@ -92,9 +89,8 @@ def release_gradients(
     return ReleasedGradients(optimizer, bucket_bytes, clip_previous_norm)
 
 
-def _check_model(model: Any) -> None:
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"model must be a torch.nn.Module; got {type(model).__name__}")
+def _check_model(model: nn.Module) -> None:
+    _checks.module(model)
     if any(isinstance(x, nn.parallel.DistributedDataParallel) for x in model.modules()):
         raise ValueError(
             "gradients cannot be released under DistributedDataParallel, which adds those of all "
@@ -177,13 +173,13 @@ class ReleasedGradients:
         if self._clip is None:
             optimizer._step_some(waiting)
         else:
-            self._add_squares(waiting)
             norm = optimizer.param_groups[0][PREVIOUS_NORM]
             optimizer.grad_scale = (norm / self._clip).clamp(min=1.0)  # which gradients have
             try:
                 optimizer._step_some(waiting)
             finally:
                 del optimizer.grad_scale
+            self._add_squares(waiting)  # once: a step that raises may be taken again
         for p in waiting:
             p.grad = None
 

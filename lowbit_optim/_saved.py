@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from numbers import Real
 from typing import Any
 
 import torch
@@ -162,9 +163,11 @@ def require_uncast(
         moments: those of the optimizer that loads it.
         group: the parameter's group in the same state dict.
     """
-    name = group.get("state_format") or OF_BITS.get(group.get("optim_bits", 32), "")
-    coded = name in FORMATS and not FORMATS[name].exact
-    if coded and p.numel() >= group.get("min_8bit_size", 0):
+    name, least = group.get("state_format"), group.get("min_8bit_size", 0)
+    if name is None:
+        name = OF_BITS.get(group.get("optim_bits", 32))
+    coded = isinstance(name, str) and name in FORMATS and not FORMATS[name].exact
+    if coded and isinstance(least, Real) and p.numel() >= least:
         found = {m.key: _sharding.local(saved.get(m.key)) for m in moments if not m.exact}
         there = {key: x for key, x in found.items() if isinstance(x, Tensor)}
         if all(map(_may_be_codes, there.values())) and any(bool(x.any()) for x in there.values()):

@@ -19,6 +19,11 @@ from ._state import agreeing
 
 Validate = Callable[[Mapping[str, Any]], None]
 
+# What a group has beside settings: its parameters, and the norm of all gradients in the last step.
+PREVIOUS_NORM = "previous_gradient_norm"
+NO_SETTINGS = ("params", PREVIOUS_NORM)
+_PLAIN = (float, int, bool, str, type(None))
+
 
 def without_numpy(value: Any) -> Any:
     """A tree without NumPy's numbers, which `torch.load(weights_only=True)` does not read."""
@@ -51,12 +56,6 @@ def resolved(group: Mapping[str, Any]) -> dict[str, Any]:
         key: value if key in NO_SETTINGS or type(value) in _PLAIN else as_number(value)
         for key, value in group.items()
     }
-
-
-# What a group has beside settings: its parameters, and the norm of all gradients in the last step.
-PREVIOUS_NORM = "previous_gradient_norm"
-NO_SETTINGS = ("params", PREVIOUS_NORM)
-_PLAIN = (float, int, bool, str, type(None))
 
 
 def _may_change(value: Any) -> bool:

@@ -23,15 +23,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lowbit_optim_kernels import weights
 from lowbit_optim_kernels.formats import Format, units
 from lowbit_optim_kernels.formats.layout import Layout
 from lowbit_optim_kernels.plan import Batch
 from lowbit_optim_kernels.rules import Moment
-from lowbit_optim_kernels.rules import shared as _shared
-from lowbit_optim_kernels.weights import RESIDUAL_KEY
+from lowbit_optim_kernels.rules.shared import NORMS
+from lowbit_optim_kernels.weights import RESIDUAL_KEY, as_integers
 
-NORMS = _shared.NORMS.key
 PLAIN = {Tensor, torch.nn.Parameter}
 KINDS = ("no state", "whole tensors", "shards")  # of a saved state
 Groups = tuple[tuple[Any, str], ...]  # process groups, each with the type of its devices
@@ -192,8 +190,12 @@ class Share:
         if self.whole:
             return 0
         (_, first), layout = self._place(), Layout.of(self.p.shape, block)
-        in_row = self.p.numel() // max(1, self.p.shape[0]) if self.p.ndim else 1
-        return layout.places_before(first if layout.by_rows else first * in_row)
+        return layout.places_before(first if layout.by_rows else first * self._in_row)
+
+    @property
+    def _in_row(self) -> int:
+        """Elements of a row, a slice of the first dimension."""
+        return self.p.numel() // max(1, self.p.shape[0]) if self.p.ndim else 1
 
     def written(self, work: Tensor) -> Tensor:
         """Of what has been stepped this rank's shard."""
@@ -207,7 +209,7 @@ class Share:
         shape, first = self._place()
         if self.whole or not self.p.ndim or tuple(self.p.shape) == shape:
             return dict(state)
-        rows, in_row = shape[0], self.p.numel() // max(1, self.p.shape[0])
+        rows, in_row = shape[0], self._in_row
         taken = dict(state)
         if RESIDUAL_KEY in state:
             taken[RESIDUAL_KEY] = state[RESIDUAL_KEY][first : first + rows].clone()
@@ -248,7 +250,7 @@ def unwrapped(state: Mapping[str, Any]) -> dict[str, Any]:
     """A state with plain tensors: the shards of DTensors."""
     plain = {key: local(x) for key, x in state.items()}
     if RESIDUAL_KEY in plain:
-        plain[RESIDUAL_KEY] = weights.as_integers(plain[RESIDUAL_KEY])
+        plain[RESIDUAL_KEY] = as_integers(plain[RESIDUAL_KEY])
     return plain
 
 
@@ -257,7 +259,7 @@ def spread_alike(saved: Mapping[str, Any], p: Any) -> bool:
     return all(
         is_spread_as(x, p)
         for key, x in saved.items()
-        if isinstance(x, Tensor) and x.ndim and key != NORMS
+        if isinstance(x, Tensor) and x.ndim and key != NORMS.key
     )
 
 
@@ -293,8 +295,8 @@ def like(x: Any, p: Any) -> Tensor:
     """A DTensor dealt out as p is, or a plain tensor as it is."""
     if not is_dtensor(x) or x.placements == p.placements:
         return x
-    spread: Tensor = x.redistribute(placements=p.placements)
-    return spread
+    dealt: Tensor = x.redistribute(placements=p.placements)
+    return dealt
 
 
 def all_reduce(batches: Sequence[Batch], sums: Sequence[Tensor]) -> None:
@@ -359,9 +361,9 @@ def agreeing(params: Sequence[Any]) -> Iterator[dict[Any, Mapping[str, Any]]]:
 def _agree(
     error: Exception | None, params: Sequence[Any], saved: Mapping[Any, Mapping[str, Any]]
 ) -> None:
-    spread = [p for p in params if is_dtensor(p)]
-    for mesh in sorted({p.device_mesh for p in spread}, key=lambda mesh: str(mesh.mesh.tolist())):
-        of_mesh = [p for p in spread if p.device_mesh == mesh]
+    dtensors = [p for p in params if is_dtensor(p)]
+    for mesh in sorted({p.device_mesh for p in dtensors}, key=lambda mesh: str(mesh.mesh.tolist())):
+        of_mesh = [p for p in dtensors if p.device_mesh == mesh]
         kinds = [1 + spread_alike(saved[p], p) if p in saved else 0 for p in of_mesh]
         most = torch.tensor(
             [error is not None, *kinds, *(-kind for kind in kinds)],

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from torch import nn
 
+from . import _checks
 from ._groups import EMBEDDINGS
 from ._manager import GlobalOptimManager
 
@@ -27,12 +28,12 @@ def embeddings_in_32_bits(model: nn.Module) -> list[str]:
         >>> embeddings_in_32_bits(model)
         ['embedding.weight']
     """
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"model must be a torch.nn.Module; got {type(model).__name__}")
+    _checks.module(model)
     manager = GlobalOptimManager.get_instance()
     found = []
     for name, module in model.named_modules():
         if isinstance(module, EMBEDDINGS):
-            manager.register_module_override(module, "weight", {"optim_bits": 32})
-            found.append(f"{name}.weight" if name else "weight")
+            for own, _ in module.named_parameters():  # of a parametrized weight several
+                manager.register_module_override(module, own, {"optim_bits": 32})
+                found.append(f"{name}.{own}" if name else own)
     return found

@@ -6,8 +6,7 @@ import re
 from typing import Any
 
 from .errors import Refused, quiet, sentence
-from .footprint import Model
-from .models import TORCH_DTYPES
+from .footprint import TORCH_DTYPES, Model
 
 BATCH = re.compile(r"[0-9]+(x[0-9]+)+")
 # What configurations call the width, the layers, their heads and the vocabulary.

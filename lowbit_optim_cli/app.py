@@ -73,6 +73,8 @@ class Group(TyperGroup):
             return super().invoke(ctx)
         except Refused as error:
             said = str(error)
+        except BrokenPipeError:  # whoever reads has enough, which typer ends with
+            raise
         except OSError as error:
             said = f"{error.filename}: {error.strerror}" if error.filename else str(error)
         except UsageError as error:
@@ -173,8 +175,9 @@ def estimate(
     from . import estimate as estimates
     from .models import read_model
 
+    # What is misspelt is said before a model is built.
     size = None if gpu is None else estimates.size_of(gpu)
-    estimates.choose(optimizer, bf16=True)  # a misspelt name is said before a model is built
+    estimates.choose(optimizer, bf16=True)
     found = read_model(model, dtype.value if dtype else None, build=measure is not None)
     bf16 = any(weight.dtype == "bf16" for weight in found.weights)
     if embeddings_in_32_bits and not any(weight.embedding for weight in found.weights):
@@ -182,8 +185,8 @@ def estimate(
     rows = estimates.rows_of(
         found, estimates.choose(optimizer, bf16), shards, embeddings_in_32_bits
     )
-    if size is not None and gpu is not None:
-        rows = estimates.fitting(rows, size, gpu)
+    if size is not None:
+        rows = estimates.fitting(rows, size, str(gpu))
     further = [activations.formula(found.config)]
     further += [] if measure is None else [activations.measure(found, measure)]
     if as_json:

@@ -84,9 +84,9 @@ def _names(path: Path) -> list[tuple[str, str]]:
                     f"{MOST_PICKLE:,} are read"
                 )
             text = archive.read(pickles[0])
-    except (zipfile.BadZipFile, NotImplementedError, EOFError, ValueError) as error:
-        if isinstance(error, Refused):
-            raise
+    except Refused:
+        raise
+    except (zipfile.BadZipFile, NotImplementedError, EOFError, ValueError):
         raise Refused(
             f"{path} is no whole checkpoint: torch.save writes a zip file, and this is none, is of "
             "a torch before 1.6, or is cut off"
@@ -159,6 +159,12 @@ def tensors(value: Any) -> Iterator[Tensor]:
             pending.extend(one.values())
         elif isinstance(one, (list, tuple)):
             pending.extend(one)
+
+
+def tensor_bytes(value: Any) -> int:
+    """Bytes of the memory that the tensors in a value lie in; what several share counts once."""
+    storages = (x.untyped_storage() for x in tensors(value))
+    return sum({x.data_ptr(): x.nbytes() for x in storages}.values())
 
 
 def require_dense(value: Any, path: Path, whole: bool = False) -> None:

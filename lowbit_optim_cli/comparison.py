@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 import lowbit_optim
 
-from .checkpoints import tensors
+from .checkpoints import tensor_bytes
 from .conversion import OPTIONS, named_family
 from .optimizers import BITS, own_layouts
 
@@ -143,13 +143,12 @@ class Run:
 
     def result(self) -> Result:
         """What it came to."""
-        steps = len(self.losses)
-        held = sum(x.nbytes for x in tensors(self.optimizer.state))
+        steps, numel = len(self.losses), sum(p.numel() for p in self.model.parameters())
         return Result(
             optimizer=self.form.name,
             format=self.form.format or "as weights",
             loss=statistics.fmean(self.losses[-max(1, steps // 10) :]),
-            state_bytes=held / sum(p.numel() for p in self.model.parameters()),
+            state_bytes=tensor_bytes(self.optimizer.state) / numel,
             step_ms=1e3 * statistics.median(self.times[steps // 10 :]),
         )
 

@@ -66,7 +66,7 @@ def family(state_dict: Mapping[str, Any]) -> str | None:
         if telling <= keys:
             return name
     if {"betas", "amsgrad", "decoupled_weight_decay"} <= keys:
-        return "AdamW" if groups[0]["decoupled_weight_decay"] else "Adam"
+        return "AdamW" if groups[0]["decoupled_weight_decay"] is True else "Adam"
     return None
 
 
@@ -118,23 +118,24 @@ def _storage(
     """How a group's moments are kept: as asked, as its own library says, or as they are."""
     if format is not None:
         return {"state_format": format}
-    if library(state_dict) == "lowbit_optim":
+    of = library(state_dict)
+    if of == "lowbit_optim":
         return {key: group[key] for key in _checkpoint.STORAGE_SETTINGS if key in group}
-    coded = library(state_dict) != TORCH and any(
-        x.itemsize == 1 for x in checkpoints.tensors(state_dict["state"])
-    )
+    tensors = checkpoints.tensors(state_dict["state"])
+    coded = of != TORCH and any(x.itemsize == 1 for x in tensors)
     return {"state_format": "dynamic8" if coded else "float32"}
 
 
 def _parameters(state_dict: Mapping[str, Any], name: str) -> Iterator[list[nn.Parameter]]:
     """The parameters of each group, without memory; an empty one where there is no state."""
     made: dict[Any, nn.Parameter] = {}
+    moments = moments_of(name)
     for group in state_dict["param_groups"]:
         for index in group["params"]:
-            saved = state_dict["state"].get(index) or {}
-            if not isinstance(saved, Mapping):
+            saved = state_dict["state"].get(index)
+            if saved is not None and not isinstance(saved, Mapping):
                 raise ValueError(f"the state of parameter {index!r} must be a dict")
-            made.setdefault(index, _parameter(saved, moments_of(name)))
+            made.setdefault(index, _parameter(saved or {}, moments))
         yield [made[index] for index in group["params"]]
 
 
@@ -149,7 +150,8 @@ def _parameter(saved: Mapping[str, Any], moments: tuple[Moment, ...]) -> nn.Para
     """A parameter of the shape that its moments have, and of a dtype that fits them."""
     shape: tuple[int, ...] = (0,)
     dtype = torch.bfloat16 if RESIDUAL_KEY in saved else torch.float32
-    flat = {**saved, **(saved.get(NESTED) or {})}
+    nested = saved.get(NESTED)
+    flat = {**saved, **nested} if isinstance(nested, Mapping) else saved
     if isinstance(flat.get("state1"), Tensor):
         shape = tuple(flat["state1"].shape)
         if sum(moment.signed for moment in moments) == 2:  # AdEMAMix stacks its averages
@@ -237,10 +239,12 @@ def _converted(
             new = optimizer.state_dict()
     except ValueError as error:
         raise Refused(f"{found.where} cannot be converted to {to}: {error}") from None
-    was, count = library(found.state_dict), len(new["state"])
-    lines = [f"{found.where}: {name} of {was} to {to}, {plural(count, 'parameter')} with state"]
+    params = (p for group in optimizer.param_groups for p in group["params"])
+    states = [state for p in params if (state := optimizer.state.get(p))]
+    was, count = library(found.state_dict), plural(len(states), "parameter")
+    lines = [f"{found.where}: {name} of {was} to {to}, {count} with state"]
     lines += [str(warning.message) for warning in caught]
-    if to != "lowbit" and any(RESIDUAL_KEY in state for state in optimizer.state.values()):
+    if to != "lowbit" and any(RESIDUAL_KEY in state for state in states):
         lines.append(
             f"the bits beyond bf16 of its weights ({RESIDUAL_KEY}) are not in it; "
             "`lowbit_optim.master_weights` gives the weights with them"

@@ -33,6 +33,8 @@ class Kin(NamedTuple):
         qk_norm: whether queries and keys have a norm: over a "head" or over the "row" of all.
         head: the width of a head that has none in the configuration; None: the hidden one's share.
         tied: whether the head of the model is the embedding, where the configuration is silent.
+        base: its class without a head, where that has another name.
+        classifies: whether there is one with a head for sequences.
     """
 
     name: str
@@ -43,6 +45,16 @@ class Kin(NamedTuple):
     qk_norm: str = ""
     head: int | None = None
     tied: bool = False
+    base: str = ""
+    classifies: bool = True
+
+    def classes(self) -> Iterator[str]:
+        """The classes of transformers that are known of it."""
+        base = self.base or self.name
+        yield f"{self.name}ForCausalLM"
+        yield f"{base}Model"
+        if self.classifies:
+            yield f"{base}ForSequenceClassification"
 
 
 LLAMAS = {
@@ -55,16 +67,17 @@ LLAMAS = {
     "qwen3_moe": Kin("Qwen3Moe", attention_bias=False, qk_norm="head"),
     "gemma": Kin("Gemma", attention_bias=False, head=256, tied=True),
     "gemma2": Kin("Gemma2", AROUND, attention_bias=False, head=256, tied=True),
-    "gemma3_text": Kin("Gemma3", AROUND, attention_bias=False, qk_norm="head", head=256, tied=True),
+    "gemma3_text": Kin("Gemma3", AROUND, attention_bias=False, qk_norm="head", head=256, tied=True,
+                       base="Gemma3Text"),
     "phi3": Kin("Phi3"),
     "olmo2": Kin("Olmo2", AFTER, attention_bias=False, qk_norm="row"),
     "olmo3": Kin("Olmo3", AFTER, attention_bias=False, qk_norm="row"),
     "smollm3": Kin("SmolLM3", attention_bias=False, mlp_bias=True, tied=True),
-    "granite": Kin("Granite", attention_bias=False, mlp_bias=True),
-    "cohere": Kin("Cohere", ("input",), attention_bias=False, tied=True),
-    "cohere2": Kin("Cohere2", ("input",), attention_bias=False, tied=True),
+    "granite": Kin("Granite", attention_bias=False, mlp_bias=True, classifies=False),
+    "cohere": Kin("Cohere", ("input",), attention_bias=False, tied=True, classifies=False),
+    "cohere2": Kin("Cohere2", ("input",), attention_bias=False, tied=True, classifies=False),
     "gpt_oss": Kin("GptOss", attention_bias=True, head=64),
-}
+}  # fmt: skip
 # Settings that change the weights in a way that is not written down here.
 UNUSUAL: dict[str, dict[str, Any]] = {
     "qwen2_moe": {"decoder_sparse_step": 1, "mlp_only_layers": [], "qkv_bias": True},
@@ -218,15 +231,6 @@ def _gpt_neox(config: Config) -> Named:
     yield "lm_head.weight", (vocabulary, width)
 
 
-def _classes(kind: str, kin: Kin) -> Iterator[str]:
-    """The classes of transformers that are known of a kind."""
-    yield f"{kin.name}ForCausalLM"
-    base = "Gemma3Text" if kind == "gemma3_text" else kin.name
-    yield f"{base}Model"
-    if kind not in ("granite", "cohere", "cohere2"):
-        yield f"{base}ForSequenceClassification"
-
-
 KNOWN = {
     "GPT2LMHeadModel": Known("gpt2", _gpt2, GPT2, {"n_inner": None, "tie_word_embeddings": True}),
     "GPTNeoXForCausalLM": Known(
@@ -247,6 +251,6 @@ KNOWN = {
             ("head_dim", "num_labels"),
         )
         for kind, kin in LLAMAS.items()
-        for name in _classes(kind, kin)
+        for name in kin.classes()
     },
 }  # fmt: skip

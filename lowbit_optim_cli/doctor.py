@@ -146,6 +146,6 @@ def show(console: Console, found: dict[str, Any]) -> None:
         f"compiled code: {cache['folder']} ({can}), {cache['files']} files, "
         f"{cache['bytes'] / 1e6:.1f} MB",
         soft_wrap=True,
-    )  # fmt: skip
+    )
     if cache["warning"]:
         console.print(cache["warning"])

@@ -17,6 +17,7 @@ Shape = Sequence[int]
 ROW_LAYOUT_MIN = 64  # elements of a row from which on blocks restart at every row
 BUCKET_BYTES = 64 << 20  # `release_gradients` steps when so many bytes of gradients wait
 ITEMSIZE = {"fp64": 8, "fp32": 4, "bf16": 2, "fp16": 2}
+TORCH_DTYPES = {"float64": "fp64", "float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
 
 
 @dataclass(frozen=True)

@@ -108,8 +108,6 @@ def _report(found: Found) -> Report:
         for key, value in state.items()
         for x in checkpoints.tensors(value)
     ]
-    storages = (x.untyped_storage() for x in checkpoints.tensors(states))
-    held = sum({x.data_ptr(): x.nbytes() for x in storages}.values())  # a shared one once
     said = [f"{library} {family or '(the optimizer is not named in it)'}"]
     head = state_dict.get(_checkpoint.KEY)
     if isinstance(head, Mapping):
@@ -118,7 +116,7 @@ def _report(found: Found) -> Report:
     said.append(f"{plural(len(states), 'parameter')} with state in {groups}")
     said += _formats(found, family) if library == "lowbit_optim" else []
     said += _steps(states)
-    said.append(f"{held:,} bytes")
+    said.append(f"{checkpoints.tensor_bytes(states):,} bytes")
     return Report(found.where, ", ".join(said), _kinds(tensors))
 
 

@@ -8,6 +8,7 @@ unusual in it, is built by transformers itself.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
@@ -15,11 +16,11 @@ from .footprint import Weight
 
 Config = dict[str, Any]
 Named = Iterator[tuple[str, tuple[int, ...]]]
-EMBEDDINGS = (
-    "embed_tokens.weight", "embed_in.weight", "embed_positions.weight", "wte.weight", "wpe.weight",
-    "_embeddings.weight", "tok_embeddings.weight", "shared.weight", "lm_head.decoder.weight",
-    "relative_attention_bias.weight",
-)  # fmt: skip
+# Names that embeddings have in the usual libraries; one of them is that of a tied head.
+EMBEDDING = re.compile(
+    r"(^|\.)(embed_(tokens|in|positions)|tok_embeddings|\w*(word|position|type)_embeddings|wte|wpe"
+    r"|shared|relative_attention_bias|lm_head\.decoder)\.weight$"
+)
 HEADS = (
     ("num_attention_heads", "hidden_size"), ("n_head", "n_embd"), ("n_heads", "dim"),
     ("encoder_attention_heads", "d_model"), ("decoder_attention_heads", "d_model"),
@@ -69,7 +70,7 @@ def known_weights(
     if not _has_whole_labels(config):
         return None
     return tuple(
-        Weight(name, shape, dtype, name.endswith(EMBEDDINGS), name != entry.frozen)
+        Weight(name, shape, dtype, bool(EMBEDDING.search(name)), name != entry.frozen)
         for name, shape in entry.shapes(config)
     )
 

@@ -13,16 +13,15 @@ import torch
 from torch import nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 
-from lowbit_optim._groups import EMBEDDINGS
+from lowbit_optim._groups import EMBEDDINGS, parameters_of
 
 from .errors import Refused, plural, quiet, sentence
-from .footprint import Model, Weight
+from .footprint import TORCH_DTYPES, Model, Weight
+from .known import architecture
 
 MOST_PARAMETERS = 200_000  # tensors; a model with 256 experts in 60 layers has some 50,000
 MOST_BYTES = 1 << 30  # of parameters that are not on the meta device after all
-DTYPES = {
-    torch.float64: "fp64", torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16",
-}  # fmt: skip
+DTYPES = {getattr(torch, name): short for name, short in TORCH_DTYPES.items()}
 
 
 def of_function(text: str, dtype: str | None) -> Model:
@@ -72,12 +71,9 @@ def _class_of(config: dict[str, Any]) -> Callable[[Any], nn.Module]:
     """The class in `architectures`, else the model without a head."""
     import transformers
 
-    named = config.get("architectures")
-    name = named[0] if isinstance(named, list) and named else None
-    if isinstance(name, str) and name.isidentifier():
-        found = getattr(transformers, name, None)
-        if isinstance(found, type) and issubclass(found, transformers.PreTrainedModel):
-            return found
+    found = getattr(transformers, architecture(config) or "", None)
+    if isinstance(found, type) and issubclass(found, transformers.PreTrainedModel):
+        return found
     return transformers.AutoModel.from_config
 
 
@@ -89,18 +85,12 @@ def _of_module(
         model = build()
     if not isinstance(model, nn.Module):
         raise Refused(f"{text} must return a torch.nn.Module; it returned {_kind(model)}")
-    embeddings = {
-        id(p)
-        for module in model.modules()
-        if isinstance(module, EMBEDDINGS)
-        for p in module.parameters(recurse=False)
-    }
-    weights = []
+    embeddings, weights = parameters_of(model, EMBEDDINGS), []
     for name, p in model.named_parameters():
         if p.dtype not in DTYPES:
             raise Refused(f"{text} has the parameter {name!r} of {p.dtype}, which is not trained")
         own = dtype or DTYPES[p.dtype]
-        weights.append(Weight(name, tuple(p.shape), own, id(p) in embeddings, p.requires_grad))
+        weights.append(Weight(name, tuple(p.shape), own, p in embeddings, p.requires_grad))
     return Model(text, tuple(weights), tuple(_notes(model)), config, build)
 
 

@@ -11,9 +11,9 @@ from typing import Any
 
 from . import decoders, encoder_decoders, encoders
 from .errors import Refused, plural
-from .footprint import Model, Weight
+from .footprint import TORCH_DTYPES, Model, Weight
 from .headers import Entry, read_header, read_index, read_json
-from .known import known_weights
+from .known import EMBEDDING, known_weights
 
 INDEX, SINGLE, CONFIG = "model.safetensors.index.json", "model.safetensors", "config.json"
 MOST_ELEMENTS = 1 << 50
@@ -22,13 +22,9 @@ SIZE = "[0-9]{1,18}"
 SHAPES = re.compile(f"{SIZE}(x{SIZE})*(,{SIZE}(x{SIZE})*)*")
 FUNCTION = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_][\w.]*")
 DTYPES = {"F64": "fp64", "F32": "fp32", "BF16": "bf16", "F16": "fp16"}
-TORCH_DTYPES = {"float64": "fp64", "float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
-# Names that buffers and embeddings have in the usual libraries: a file does not say what they are.
+# Names that buffers have in the usual libraries: a file does not say what they are.
 BUFFER = re.compile(
     r"(^|\.)(running_(mean|var)|(rotary_emb\.)?inv_freq|masked_bias|position_ids)$|^h\.\d+\.attn\.bias$"
-)
-EMBEDDING = re.compile(
-    r"(^|\.)(embed_tokens|tok_embeddings|wte|wpe|shared|\w*(word|position|type)_embeddings)\.weight$"
 )
 KNOWN = {**decoders.KNOWN, **encoders.KNOWN, **encoder_decoders.KNOWN}
 TAKEN = (

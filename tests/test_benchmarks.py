@@ -20,7 +20,6 @@ from benchmarks.common import (
 )
 from benchmarks.quality import compare_worker
 from benchmarks.speed import cpu_page
-from lowbit_optim_kernels.engines.numba import vector
 from protocol import python
 
 # These need the extra `cli`.
@@ -137,16 +136,21 @@ def test_compare_refuses(arguments, message):
     assert message in result.output
 
 
-def test_speed_refuses_an_unknown_case():
-    result = run(speed_program, "--case", "huge")
-    assert result.exit_code == 2
-    assert "unknown case 'huge'" in result.output
+def test_a_learning_rate_of_zero_is_one(monkeypatch):
+    seen = []
 
+    def stream(module, given, *rest):
+        seen.append(given["lr"])
+        run = dict.fromkeys(("state_bytes", "share_8bit", "quality"), 0)
+        yield {"event": "run", **run, "params": 1, "step_ms": [1.0], "weights": "", "losses": []}
 
-def test_speed_refuses_an_optimizer_without_a_baseline():
-    result = run(speed_program, "--optimizer", "torch.optim.AdamW")
-    assert result.exit_code == 2
-    assert "no torch optimizer to be timed beside" in result.output.replace("\n", "")
+    monkeypatch.setattr(compare_program.worker, "stream", stream)
+    task, entry = workloads.TASKS["digits"], registry.REGISTRY["AdamW8bit"]
+    for lr in (0.0, None):
+        spec = {"steps": 1, "seeds": 1, "threads": 1, "lr": lr}
+        with compare_program.bars(compare_program.Console()) as progress:
+            compare_program.train_all(task, entry, spec, progress)
+    assert seen == [0.0, entry.learning_rate("digits")]
 
 
 def test_failing_worker_shows_its_error(tmp_path, monkeypatch):
@@ -157,28 +161,6 @@ def test_failing_worker_shows_its_error(tmp_path, monkeypatch):
     )  # fmt: skip
     assert result.exit_code not in (0, None)
     assert "no_such_worker" in str(result.exception) + result.output
-
-
-def test_speed_verifies_and_writes(tmp_path):
-    result = run(
-        speed_program, "--optimizer", "SGD8bit", "--case", "small1000", "--threads", 1, "--rounds",
-        2, "--no-first", "--out", tmp_path,
-    )  # fmt: skip
-    assert result.exit_code == 0, result.output
-    written = json.loads((tmp_path / "speed.json").read_text())
-    section = written["sections"][0]
-    assert section["copy_gb_per_s"] > 0
-    assert section["instruction_set"] == vector.instruction_set()
-    assert section["torch_instruction_set"] == torch.backends.cpu.get_cpu_capability()
-    assert 0 <= section["verified"]["SGD8bit"] <= verify.LIMIT_8
-    (pair,) = section["pairs"]
-    assert pair["baseline"] == "torch.optim.SGD-foreach"
-    assert pair["elements"] == 64_000
-    assert pair["ratio"]["min"] <= pair["ratio"]["median"] <= pair["ratio"]["max"]
-    assert "1,000 tensors" in result.output
-    assert speed_program.earlier(tmp_path / "speed.json", written) == written["sections"]
-    with pytest.raises(typer.BadParameter, match="is of other versions"):
-        speed_program.earlier(tmp_path / "speed.json", {**written, "versions": {}})
 
 
 def test_verify_refuses_another_rule():

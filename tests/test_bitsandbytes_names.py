@@ -186,6 +186,8 @@ def test_optim_bits_says_nothing_in_the_8bit_classes_of_adam(name):
     assert in_order.defaults["min_8bit_size"] == 1
     with pytest.raises(ValueError, match=r"optim_bits must be 8 for Adam.*8bit, got 16"):
         built(name, optim_bits=16)
+    with pytest.raises(ValueError, match="optim_bits must be one of"):
+        built(name, optim_bits=torch.tensor([8, 8]))
 
 
 def warned(name, **options):

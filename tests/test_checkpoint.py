@@ -3,6 +3,7 @@
 import copy
 import io
 import pickle
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -197,6 +198,31 @@ def test_what_an_optimizer_around_it_keeps_is_carried_along():
     other.load_state_dict(saved_and_loaded(optimizer.state_dict()))
     assert identical(other.state.pop("trac"), its)
     assert len(other.state) == len(all_parameters(other))
+
+
+def test_what_a_user_keeps_with_a_parameter_and_in_a_group_is_copied():
+    optimizer = train(lowbit_optim.AdamW8bit(parameters()), 1)
+    kept, named = {"sizes": [torch.ones(3)]}, NamedTuple("Named", [("a", int)])(3)
+    first, *_ = all_parameters(optimizer)
+    optimizer.state[first]["mine"], optimizer.param_groups[0]["mine"] = kept, named
+    other = lowbit_optim.AdamW8bit(parameters())
+    other.load_state_dict(optimizer.state_dict())
+    assert other.param_groups[0]["mine"] == named
+    loaded = other.state[all_parameters(other)[0]]["mine"]
+    assert identical(loaded, kept)
+    loaded["sizes"][0].zero_()
+    loaded["sizes"].clear()
+    assert identical(kept, {"sizes": [torch.ones(3)]})
+
+
+@pytest.mark.parametrize("key", ["min_8bit_size", "state_format", "optim_bits"])
+def test_odd_settings_of_storage_do_no_harm(key):
+    """Storage is this optimizer's, whatever the file says."""
+    saved = train(lowbit_optim.AdamW8bit(parameters()), 1).state_dict()
+    saved["param_groups"][0][key] = torch.ones(2)
+    loaded = lowbit_optim.AdamW8bit(parameters())
+    loaded.load_state_dict(saved)
+    assert loaded.param_groups[0][key] == {"min_8bit_size": 4096, "optim_bits": 8}.get(key)
 
 
 def test_hyperparameters_come_from_the_state_dict_and_storage_stays():

@@ -101,6 +101,18 @@ def test_usage_errors_are_one_sentence():
         assert "there is no file or folder" in refused("inspect", path)
 
 
+def test_a_reader_that_has_enough_is_told_nothing():
+    """As `| head` does; standard error would be the user's terminal."""
+    read, write = os.pipe()
+    os.close(read)
+    command = [sys.executable, "-m", "lowbit_optim_cli", "estimate", "64x64", "--json"]
+    done = subprocess.run(
+        command, env=ENV, cwd=ROOT.anchor, stdout=write, stderr=subprocess.PIPE, check=False
+    )
+    os.close(write)
+    assert (done.returncode, done.stderr) == (1, b"")
+
+
 def completed(words):
     env = {"_LOWBIT_OPTIM_COMPLETE": "complete_bash", "COMP_WORDS": words, "COMP_CWORD": "3"}
     said = testing.CliRunner().invoke(app, [], prog_name="lowbit-optim", env=env).output

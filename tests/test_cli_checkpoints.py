@@ -191,8 +191,12 @@ def test_parameters_without_state_are_kept(tmp_path):
     params = parameters()
     params[1].grad = None
     optimizer = stepped(lowbit_optim.AdamW8bit, "AdamW", params)
-    ours = converted(saved(tmp_path / "a.pt", optimizer), tmp_path / "b.pt", "--to", "lowbit")
+    optimizer.state["epoch"] = 3  # which is of no parameter
+    source = saved(tmp_path / "a.pt", optimizer)
+    ours = converted(source, tmp_path / "b.pt", "--to", "lowbit")
     assert_equal(ours, optimizer.state_dict())
+    said = run("convert", source, tmp_path / "c.pt", "--to", "torch").stdout
+    assert said.startswith("['optimizer']: AdamW of lowbit_optim to torch, 3 parameters with state")
 
 
 def test_convert_refuses_what_it_cannot(tmp_path):
@@ -360,16 +364,21 @@ def test_what_is_written_can_be_read_by_those_who_may_read_a_new_file(tmp_path):
     [
         {"state": {}, "param_groups": []},
         {"state": {0: 3}, "param_groups": [{"params": [0]}]},
+        {"state": {0: torch.ones(2)}, "param_groups": [{"params": [0]}]},
         {"state": {}, "param_groups": [3]},
         {"state": {}, "param_groups": [{}]},
         {"state": {0: {"exp_avg": None}}, "param_groups": [{"params": [0], "lr": "x"}]},
         {"state": {0: {"state1": 3}}, "param_groups": [{"params": [0]}]},
         {"state": {0: {"__bnb_optimizer_quant_state__": 3}}, "param_groups": [{"params": [0]}]},
+        {"state": {0: {"__bnb_optimizer_quant_state__": torch.ones(2)}},
+         "param_groups": [{"params": [0]}]},
+        {"state": {}, "param_groups": [{"params": [0], "betas": (0.9, 0.99), "amsgrad": False,
+                                        "decoupled_weight_decay": torch.ones(2)}]},
         {"state": {}, "param_groups": [{"params": [[]]}]},
         {"state": {}, "param_groups": [{"params": [0]}], "lowbit_optim": 3},
         {"state": {}, "param_groups": [], "lowbit_optim": {"optimizer": "X", "format_version": 9}},
     ],
-)
+)  # fmt: skip
 def test_odd_state_dicts_have_no_traceback(tmp_path, state_dict):
     torch.save(state_dict, tmp_path / "odd.pt")
     for arguments in ((), ("--optimizer", "AdamW")):

@@ -164,6 +164,13 @@ def test_a_safetensors_file_is_known_by_its_header(tmp_path):
     assert more == 100 * 64 * 8 - 100 * (64 * 2 + 8)
 
 
+def test_embeddings_of_a_file_are_known_by_their_names(tmp_path):
+    names = ("wte", "gpt_neox.embed_in", "decoder.embed_positions", "relative_attention_bias")
+    tensors = {f"{name}.weight": ("F32", [4, 4]) for name in (*names, "mlp.embed_out")}
+    model = models.read_model(str(safetensors(tmp_path / "model.safetensors", tensors)))
+    assert [w.name for w in model.weights if w.embedding] == [f"{name}.weight" for name in names]
+
+
 def test_an_index_is_known_by_the_headers_of_its_files(tmp_path):
     safetensors(tmp_path / "a.safetensors", {"a": ("F32", [64, 64])})
     safetensors(tmp_path / "b.safetensors", {"b": ("F32", [32, 64])})

@@ -83,9 +83,11 @@ def test_a_state_that_does_not_fit_changes_nothing(cls):
     before = snapshot(optimizer)
     for key, value in (
         ("scale_exp_avg_sq", None), ("scale_exp_avg_sq", torch.zeros(2)),
-        *([("param_rms_1", torch.ones(12)), ("param_rms_0", None)] if cls is Cain else
+        ("scale_exp_avg_sq", torch.tensor(-1.0)),
+        *([("param_rms_1", torch.ones(12)), ("param_rms_0", None), ("param_rms_0", torch.zeros(12))]
+          if cls is Cain else
           [("lr_0", torch.eye(13)), ("lr_1", None), ("grad_cov_0", None),
-           ("scale_grads", torch.zeros(3)), ("param_rms", 2.0)]),
+           ("scale_grads", torch.zeros(3)), ("param_rms", 2.0), ("param_rms", torch.tensor(-1.0))]),
     ):  # fmt: skip
         state_dict = copy.deepcopy(optimizer.state_dict())
         state_dict["state"][0][key] = value

@@ -160,13 +160,19 @@ def test_footprint_weighs_a_training(tmp_path):
 
 @pytest.mark.parametrize(
     ("flag", "value"),
-    [("--optimizer", "Sgd"), ("--network", "vit"), ("--size", "huge"), ("--dtype", "fp16")],
+    [
+        ("--optimizer", "Sgd"),
+        ("--network", "vit"),
+        ("--size", "huge"),
+        ("--dtype", "fp16"),
+        ("--bits", 8),
+    ],
 )
 def test_footprint_refuses_what_it_does_not_know(flag, value):
     program = pytest.importorskip("benchmarks.footprint.__main__")
     result = run(program, flag, value)
     assert result.exit_code == 2
-    assert f"unknown {flag[2:]} '{value}'; there are: " in " ".join(result.output.split())
+    assert f"unknown {flag[2:]} {value!r}; there are: " in " ".join(result.output.split())
 
 
 def test_footprint_goes_on_after_one_that_fails(tmp_path, monkeypatch):

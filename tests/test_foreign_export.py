@@ -122,6 +122,17 @@ def test_what_a_group_has_beside_settings_is_copied(write):
 
 
 @pytest.mark.parametrize("write", [to_torch_state_dict, to_bitsandbytes_state_dict])
+def test_what_is_written_does_not_follow_the_default_dtype(write):
+    optimizer = trained("AdamW", 8)
+    wanted = write(optimizer)
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        assert identical(write(optimizer), wanted)
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
+@pytest.mark.parametrize("write", [to_torch_state_dict, to_bitsandbytes_state_dict])
 def test_groups_share_one_numbering(write):
     p, q, r = params_of([(5,), (6,), (7,)])
     groups = [{"params": [p]}, {"params": [q, r], "lr": torch.tensor(0.25)}]

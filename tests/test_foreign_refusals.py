@@ -120,6 +120,10 @@ def test_a_broken_layout_is_refused():
     saved = foreign("SGD", [(300,)])
     saved["param_groups"][0]["betas"] = 0.9
     assert_refused("SGD", [(300,)], saved, r"betas must be numbers.*momentum; got 0\.9")
+    saved = foreign("AdEMAMix", [(300,)])
+    saved["param_groups"][0]["t_alpha"] = torch.ones(2)
+    with pytest.warns(UserWarning, match="converts"):
+        assert_refused("AdEMAMix", [(300,)], saved, "t_alpha must be an integer")
 
 
 def test_a_warning_that_is_an_error_changes_nothing():

@@ -9,7 +9,7 @@ import lowbit_optim
 import lowbit_optim.bitsandbytes
 import lowbit_optim.hf
 import lowbit_optim.lightning
-from protocol import identical, parameters, python
+from protocol import identical, parameters, python, train
 
 
 @pytest.fixture(autouse=True)
@@ -52,6 +52,14 @@ def test_an_embedding_alone_and_a_model_without():
     assert lowbit_optim.hf.embeddings_in_32_bits(torch.nn.Linear(4, 4)) == []
     with pytest.raises(TypeError, match=r"model must be a torch\.nn\.Module; got list"):
         lowbit_optim.hf.embeddings_in_32_bits([torch.nn.Embedding(4, 4)])
+
+
+def test_a_parametrized_embedding_is_in_32_bits():
+    embedding = torch.nn.utils.parametrizations.weight_norm(torch.nn.Embedding(4, 4))
+    names = lowbit_optim.hf.embeddings_in_32_bits(embedding)
+    assert names == [name for name, _ in embedding.named_parameters()]
+    optimizer = train(lowbit_optim.AdamW8bit(embedding.parameters(), min_8bit_size=1), 1)
+    assert all(state["exp_avg"].is_floating_point() for state in optimizer.state.values())
 
 
 def test_docstring_examples():

@@ -82,6 +82,16 @@ def test_embeddings():
     assert plain == ({"0.weight"}, {"weight_decay": 0.0, "optim_bits": 32})
 
 
+def test_a_parametrized_embedding_is_one():
+    model = nn.Sequential(nn.Embedding(50, 8), nn.Linear(8, 8, bias=False))
+    nn.utils.parametrizations.weight_norm(model[0])
+    (linear, _), (embedding, settings) = named(model)
+    assert linear == {"1.weight"}
+    weight = "0.parametrizations.weight"
+    assert embedding == {f"{weight}.original0", f"{weight}.original1"}
+    assert settings["optim_bits"] == 32
+
+
 def test_names_without_decay():
     model = Model()
     groups = named(model, no_decay=["position", "rnn.*", "embedding.*"])

@@ -281,8 +281,11 @@ def test_an_unknown_key(manager):
         lambda: manager.register_module_override(model[0], "weight", {"optim_bit": 32}),
         lambda: manager.override_config(model[0].weight, "foreach", True),
         lambda: manager.override_config(model[0].weight, "params", []),
+        lambda: manager.override_config(model[0].weight, "defaults", {}),
     ):
-        with pytest.raises(ValueError, match=r"unknown setting '(optim_bit|foreach|params)'"):
+        with pytest.raises(
+            ValueError, match=r"unknown setting '(optim_bit|foreach|params|defaults)'"
+        ):
             call()
     assert not manager._parameters
     assert not manager._modules
@@ -301,7 +304,11 @@ def test_a_bad_value_of_a_setting_that_all_have(manager, key, value):
 
 @pytest.mark.parametrize(
     ("config", "match"),
-    [({"momentum": 0.9}, "'momentum', a setting that this"), ({"betas": (0.9, 1.0)}, "betas")],
+    [
+        ({"momentum": 0.9}, "'momentum', a setting that this"),
+        ({"betas": (0.9, 1.0)}, "betas"),
+        ({"betas": {0.9: 0.99}}, "betas"),
+    ],
 )
 def test_what_an_optimizer_refuses_at_its_first_step(manager, config, match):
     """With its own checks, and before anything has changed."""

@@ -310,3 +310,12 @@ def test_master_weights_out_and_in():
         with pytest.raises(TypeError, match=f"weight 0 must be a floating tensor; got {kind}"):
             load_master_weights(numbered, bad)
     assert all(map(torch.equal, model.parameters(), before))
+
+
+@pytest.mark.parametrize("function", [master_weights, lambda other: load_master_weights(other, [])])
+def test_another_librarys_optimizer_has_no_master_weights(function):
+    other = torch.optim.SGD([torch.nn.Parameter(torch.zeros(3))])
+    with pytest.raises(
+        TypeError, match="master_weights takes an optimizer of lowbit_optim, got SGD"
+    ):
+        list(function(other))

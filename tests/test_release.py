@@ -239,6 +239,21 @@ def test_a_norm_that_is_not_finite_clips_nothing():
     assert float(optimizer.param_groups[0][NORM]) == 0
 
 
+def test_a_step_that_was_refused_counts_once_in_the_norm():
+    net = model()
+    optimizer = lowbit_optim.AdamW8bit(net.parameters())
+    release_gradients(optimizer, clip_previous_norm=1.0)
+    backward(net, 0)
+    norm = math.sqrt(sum(float(p.grad.double().square().sum()) for p in net.parameters()))
+    group = optimizer.param_groups[0]
+    group["eps"] = -1.0
+    with pytest.raises(ValueError, match="eps"):
+        optimizer.step()
+    group["eps"] = 1e-8
+    optimizer.step()
+    assert float(group[NORM]) == pytest.approx(norm)
+
+
 def test_trainers_hooks():
     """The names that trainers call from hooks of their own."""
     nets = [model() for _ in range(3)]

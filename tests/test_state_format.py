@@ -184,6 +184,16 @@ def test_a_group_that_contradicts_itself(case):
     assert len(optimizer.param_groups) == 1
 
 
+def test_a_group_that_is_refused_stays_as_it_was():
+    """So that it can be put right and added after all."""
+    optimizer, group = adam(), {"params": parameters(), "state_format": "ratio8", "lr": -1.0}
+    with pytest.raises(ValueError, match="lr must be"):
+        optimizer.add_param_group(group)
+    group.update(lr=1.0, state_format="ratio4")
+    optimizer.add_param_group(group)
+    assert storage(optimizer.param_groups[1]) == (4, "ratio4")
+
+
 # Between steps.
 
 

@@ -6,6 +6,8 @@ import math
 import statistics
 from collections.abc import Mapping
 
+from benchmarks.common import tables
+
 
 def paired(
     ours: list[float | None], theirs: list[float | None], margin: float, confidence: float = 0.95
@@ -94,5 +96,4 @@ def head(report: Mapping[str, object]) -> tuple[str, ...]:
 
 def markdown(report: Mapping[str, object]) -> str:
     """The table of a result file."""
-    rows = [head(report), ("---",) * len(HEAD), *(cells(pair) for pair in report["pairs"])]
-    return "\n".join(f"| {' | '.join(row)} |" for row in rows)
+    return tables.markdown(head(report), map(cells, report["pairs"]))

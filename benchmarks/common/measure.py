@@ -10,28 +10,16 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from lowbit_optim_cli.checkpoints import tensor_bytes
+
+WARM_UP = 3  # calls before those that are timed
 _STATUS = Path("/proc/self/status")
 _CLEAR_REFS = Path("/proc/self/clear_refs")
 
 
 def state_bytes(optimizer: torch.optim.Optimizer) -> int:
     """Bytes of every tensor in `optimizer.state`, a shared storage counted once."""
-    sizes: dict[int, int] = {}
-    pending: list[object] = list(optimizer.state.values())
-    while pending:
-        item = pending.pop()
-        if isinstance(item, torch.Tensor):
-            inner = getattr(item, "__tensor_flatten__", None)
-            if inner is not None:
-                pending.extend(getattr(item, name) for name in inner()[0])
-                continue
-            storage = item.untyped_storage()
-            sizes[storage.data_ptr()] = storage.nbytes()
-        elif isinstance(item, dict):
-            pending.extend(item.values())
-        elif isinstance(item, (list, tuple)):
-            pending.extend(item)
-    return sum(sizes.values())
+    return tensor_bytes(optimizer.state)
 
 
 def share_8bit(optimizer: torch.optim.Optimizer) -> float:
@@ -125,14 +113,13 @@ def interleaved(
     second: Callable[[], object],
     device: torch.device,
     rounds: int,
-    warmup: int = 3,
     before: Callable[[], object] = lambda: None,
 ) -> tuple[list[float], list[float]]:
     """Seconds of two calls timed in turn, A B A B, so that both see the same machine.
 
     `before` is called before each of them, and not timed: a barrier of several processes.
     """
-    for _ in range(warmup):
+    for _ in range(WARM_UP):
         first()
         second()
     times: tuple[list[float], list[float]] = ([], [])
@@ -157,11 +144,11 @@ def back_to_back(call: Callable[[], object], device: torch.device, rounds: int) 
     return [first.elapsed_time(second) / 1e3 for first, second in pairs]
 
 
-def copy_gb_per_s(device: torch.device, elements: int = 1 << 24, rounds: int = 15) -> float:
+def copy_gb_per_s(device: torch.device, elements: int = 1 << 24) -> float:
     """Median GB/s (bytes read plus bytes written, 1e9) of copying one fp32 tensor to another."""
     source = torch.ones(elements, device=device)
     target = torch.empty_like(source)
-    for _ in range(3):
+    for _ in range(WARM_UP):
         target.copy_(source)
-    times = back_to_back(lambda: target.copy_(source), device, rounds)
+    times = back_to_back(lambda: target.copy_(source), device, 15)
     return 2 * source.nbytes / float(np.median(times)) / 1e9

@@ -9,6 +9,11 @@ from torch import nn
 from torch.nn import functional as F
 
 
+def loss(model: nn.Module, inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    """Mean cross-entropy in nats, of logits in fp32."""
+    return F.cross_entropy(model(inputs).float().flatten(0, -2), targets.flatten())
+
+
 class Block(nn.Module):
     """Pre-norm transformer block with causal attention."""
 

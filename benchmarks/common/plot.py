@@ -11,6 +11,7 @@ import numpy as np
 from benchmarks.common.intervals import bits
 
 if TYPE_CHECKING:
+    from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
 # Of a bar of memory: colours that the colour-blind tell apart, the last one paler.
@@ -35,6 +36,21 @@ def _figure(width: float, height: float) -> Figure:
     return figure
 
 
+def _save(figure: Figure, path: Path) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=110)
+
+
+def _curves(panel: Axes, losses: list[list[float]], style: str, label: str) -> None:
+    """The smooth mean over seeds as a line, their range as a band."""
+    smooth = _smooth(np.array(losses))
+    steps = np.arange(1, smooth.shape[1] + 1)
+    (line,) = panel.plot(steps, smooth.mean(0), style, label=label, linewidth=1.3)
+    panel.fill_between(
+        steps, smooth.min(0), smooth.max(0), color=line.get_color(), alpha=0.12, linewidth=0
+    )
+
+
 def _style(name: str) -> str:
     """A line for weights in bf16, or else for few bits of state, or for 32."""
     if "bf16" in name:
@@ -49,21 +65,14 @@ def loss_curves(path: Path, results: Mapping[str, Mapping[str, object]]) -> None
     for panel, result in zip(panels, results.values(), strict=True):
         for name, row in result["optimizers"].items():
             length = min(len(losses) for losses in row["losses"])
-            if not length:
-                continue
-            losses = _smooth(np.array([losses[:length] for losses in row["losses"]]))
-            steps = np.arange(1, length + 1)
-            style = _style(name)
-            line = panel.plot(steps, losses.mean(0), style, label=name, linewidth=1.3)[0]
-            panel.fill_between(
-                steps, losses.min(0), losses.max(0), color=line.get_color(), alpha=0.12, linewidth=0
-            )
+            if length:
+                losses = [losses[:length] for losses in row["losses"]]
+                _curves(panel, losses, _style(name), name)
         panel.set(title=result["what"], xlabel="step", ylabel="training loss (nats)")
         low, high = panel.dataLim.intervaly
         panel.set_yscale("log" if high > 20 * low > 0 else "linear")
         panel.legend()
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=110)
+    _save(figure, path)
 
 
 def intervals(path: Path, report: Mapping[str, object]) -> None:
@@ -91,8 +100,7 @@ def intervals(path: Path, report: Mapping[str, object]) -> None:
         f"and its {100 * report['confidence']:g} % interval;\nshaded: the margin of ±{margin:g}; "
         "grey: single seeds, larger where several coincide"
     )
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=110)
+    _save(figure, path)
 
 
 def _counted(differences: list[float | None]) -> list[tuple[int, float]]:
@@ -129,8 +137,7 @@ def formats(path: Path, report: Mapping[str, object]) -> None:
         panel.set_yscale("log")
     for panel in (scales, layers, shrinks, spike):
         panel.legend(fontsize=8)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=110)
+    _save(figure, path)
 
 
 def fine_tuning(path: Path, report: Mapping[str, object]) -> None:
@@ -140,18 +147,12 @@ def fine_tuning(path: Path, report: Mapping[str, object]) -> None:
     panels = figure.subplots(1, len(rates), squeeze=False)[0]
     for panel, (rate, rows) in zip(panels, rates.items(), strict=True):
         for name, row in rows.items():
-            losses = _smooth(np.array(row["losses"]))
-            steps = np.arange(1, losses.shape[1] + 1)
             style = {"fp32": ":", "32": "-"}.get(name, "--")
             label = name if name == "fp32" else f"bf16, master_weight_bits={name}"
-            line = panel.plot(steps, losses.mean(0), style, label=label, linewidth=1.4)[0]
-            panel.fill_between(
-                steps, losses.min(0), losses.max(0), color=line.get_color(), alpha=0.1, linewidth=0
-            )
+            _curves(panel, row["losses"], style, label)
         panel.set(title=f"learning rate {rate}", xlabel="step", ylabel="training loss (nats)")
         panel.legend()
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=110)
+    _save(figure, path)
 
 
 def footprint(path: Path, panels: Mapping[str, list[Mapping[str, object]]]) -> None:
@@ -181,5 +182,4 @@ def footprint(path: Path, panels: Mapping[str, list[Mapping[str, object]]]) -> N
         panel.margins(y=0.01)
         panel.set(title=title, xlabel="MiB")
     figure.legend(*panel.get_legend_handles_labels(), loc="outside lower center", ncols=4)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=110)
+    _save(figure, path)

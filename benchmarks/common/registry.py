@@ -13,6 +13,8 @@ from dataclasses import dataclass, field
 
 import torch
 
+from benchmarks.common.arguments import known
+
 Factory = Callable[[Iterable[torch.nn.Parameter], float], torch.optim.Optimizer]
 
 
@@ -311,9 +313,7 @@ def select(names: Iterable[str], entries: Mapping[str, Entry] | None = None) -> 
         ValueError: a name is not in the registry, or its library is not installed.
     """
     chosen, entries = {}, REGISTRY if entries is None else entries
-    for name in names:
-        if name not in entries:
-            raise ValueError(f"unknown optimizer {name!r}; there are: {', '.join(entries)}")
+    for name in known("optimizer", names, entries):
         entry = entries[name]
         if not entry.available():
             raise ValueError(f"optimizer {name!r} needs {entry.peer}, which is not installed")

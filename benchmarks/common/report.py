@@ -11,8 +11,12 @@ import platform
 import re
 from collections.abc import Mapping
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
+
+if TYPE_CHECKING:
+    from rich.console import Console
 
 RESULTS = Path(__file__).resolve().parents[1] / "results"
 LOCAL = RESULTS / "local"
@@ -86,6 +90,13 @@ def busy_note(load: float | None) -> str | None:
     return (
         f"The machine was busy before (load {load:g} on {cores()} cores): quote no time from here."
     )
+
+
+def say_if_busy(console: Console, load: float | None) -> None:
+    """Print that warning, if there is one."""
+    note = busy_note(load)
+    if note is not None:
+        console.print(note)
 
 
 def command(module: str, options: Mapping[str, object]) -> str:

@@ -5,8 +5,9 @@ from __future__ import annotations
 import statistics
 from collections.abc import Mapping
 
-from rich.box import SIMPLE_HEAD
 from rich.table import Table
+
+from benchmarks.common import tables
 
 
 def mean_sd(values: list[float | None]) -> dict[str, object]:
@@ -64,9 +65,7 @@ def _number(value: float | None, digits: int) -> str:
 def table(result: Mapping[str, object]) -> Table:
     """The comparison of one task, in 80 columns."""
     title = f"{result['what']}\n{result['params']:,} parameters, {result['steps']} steps a run"
-    grid = Table(
-        title=title, title_justify="left", box=SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False
-    )
+    grid = tables.grid(title)
     grid.add_column("optimizer", no_wrap=True)
     metric = result["metric"].replace(" (", "\n(").replace("held-out ", "held-out\n")
     columns = ("lr", metric, "state\nbytes", "bytes/\nparam", "peak\nMiB", "ms/\nstep")

@@ -9,13 +9,14 @@ import hashlib
 import math
 import sysconfig
 from abc import ABC, abstractmethod
+from collections.abc import Iterable
 from pathlib import Path
 
 import torch
 from torch import nn
-from torch.nn import functional as F
 
 from benchmarks.common import models
+from benchmarks.common.arguments import known
 
 Data = dict[str, torch.Tensor]
 
@@ -53,10 +54,6 @@ class Task(ABC):
     def quality(self, model: nn.Module, data: Data, device: torch.device) -> float:
         """The held-out metric."""
 
-    def loss(self, model: nn.Module, inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-        """Mean cross-entropy in nats, of logits in fp32."""
-        return F.cross_entropy(model(inputs).float().flatten(0, -2), targets.flatten())
-
 
 def stdlib_files() -> tuple[Path, list[str], list[str]]:
     """Folder of Python's standard library, its training files and its held-out files.
@@ -78,6 +75,12 @@ def stdlib_files() -> tuple[Path, list[str], list[str]]:
     return root, [name for name in kept if name not in held_out], sorted(held_out)
 
 
+def joined(root: Path, names: Iterable[str]) -> torch.Tensor:
+    """The bytes of files, one after the other."""
+    text = bytearray(b"".join((root / name).read_bytes() for name in names))
+    return torch.frombuffer(text, dtype=torch.uint8)
+
+
 class StdlibGPT(Task):
     """Next byte of Python source."""
 
@@ -92,11 +95,7 @@ class StdlibGPT(Task):
 
     def load(self) -> Data:
         root, train, held_out = stdlib_files()
-        text = {}
-        for key, names in (("train", train), ("held_out", held_out)):
-            joined = bytearray(b"".join((root / name).read_bytes() for name in names))
-            text[key] = torch.frombuffer(joined, dtype=torch.uint8)
-        return text
+        return {"train": joined(root, train), "held_out": joined(root, held_out)}
 
     def model(self) -> nn.Module:
         return models.ByteGPT(self.context)
@@ -118,7 +117,8 @@ class StdlibGPT(Task):
         nats = []
         for part in starts.split(32):
             inputs, targets = self._windows(text, part)
-            nats.append(self.loss(model, inputs.to(device), targets.to(device)).item() * len(part))
+            mean = models.loss(model, inputs.to(device), targets.to(device))
+            nats.append(mean.item() * len(part))
         return sum(nats) / self.windows / math.log(2)
 
 
@@ -214,7 +214,4 @@ def select(names: list[str]) -> list[Task]:
     Raises:
         ValueError: there is no task of that name.
     """
-    for name in names:
-        if name not in TASKS:
-            raise ValueError(f"unknown task {name!r}; there are: {', '.join(TASKS)}")
-    return [TASKS[name] for name in dict.fromkeys(names)]
+    return [TASKS[name] for name in dict.fromkeys(known("task", names, TASKS))]

@@ -16,12 +16,11 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Annotated
 
-import torch
 import typer
 from rich.console import Console
 from rich.progress import Progress, TextColumn, TimeElapsedColumn
 
-from benchmarks.common import plot, registry, report, worker
+from benchmarks.common import arguments, plot, registry, report, worker
 from benchmarks.footprint import tables
 from benchmarks.footprint.networks import NETWORKS
 from benchmarks.footprint.worker import Case
@@ -91,20 +90,11 @@ def weigh_all(
     return rows, left_out, wrong
 
 
-def _known(what: str, given: Iterable[str], known: Iterable[str]) -> None:
-    for name in given:
-        if name not in known:
-            raise typer.BadParameter(f"unknown {what} {name!r}; there are: {', '.join(known)}")
-
-
 def _entries(names: list[str] | None) -> tuple[list[registry.Entry], dict[str, str]]:
     """The entries of these names, or all whose library is installed; why the rest is left out."""
     weighed = registry.weighed()
     if names:
-        try:
-            return registry.select(names, weighed), {}
-        except ValueError as error:
-            raise typer.BadParameter(str(error)) from error
+        return registry.select(names, weighed), {}
     absent = [one for one in weighed.values() if not one.available()]
     missing = {one.name: f"{one.peer} is not installed" for one in absent}
     return [one for one in weighed.values() if one.name not in missing], missing
@@ -131,7 +121,7 @@ def main(
     released: Annotated[bool, typer.Option(help="with gradient release, too")] = False,
     bucket_bytes: Annotated[int, typer.Option(min=0, help="of released ones")] = BUCKET_BYTES,
     steps: Annotated[int, typer.Option(min=1, help="of training")] = 100,
-    device: Annotated[str, typer.Option(help="cpu or cuda")] = "cpu",
+    device: Annotated[str, typer.Option(help="auto, cpu or cuda")] = "cpu",
     threads: Annotated[int | None, typer.Option(min=1, help="CPU threads")] = None,
     from_file: Annotated[
         Path | None, typer.Option("--markdown", help="print this result file's tables")
@@ -146,17 +136,16 @@ def main(
             print(f"{tables.title(written, key)}; MiB:\n\n{tables.markdown(written, key)}\n")
         return
     console, began = Console(width=120), time.perf_counter()
-    _known("network", network or (), NETWORKS)
-    _known("size", (size,), SIZES)
-    _known("dtype", dtype or (), DTYPES)
-    if device != "cpu" and not torch.cuda.is_available():
-        raise typer.BadParameter(f"device {device!r}: torch finds no GPU here")
-    entries, missing = _entries(optimizer)
+    with arguments.refusing():
+        arguments.known("size", [size], SIZES)
+        networks = arguments.known("network", network or NETWORKS, NETWORKS)
+        dtypes = arguments.known("dtype", dtype or ["fp32"], DTYPES)
+        arguments.known("bits", bits or (), (16, 24, 32))
+        used = arguments.resolve_device(device)
+        entries, missing = _entries(optimizer)
     common = {"size": size, "bucket_bytes": bucket_bytes, "steps": steps}
-    chosen = list(
-        cases(entries, network or NETWORKS, dtype or ("fp32",), bits or (), released, **common)
-    )
-    rows, left_out, wrong = weigh_all(chosen, device, threads or report.cores(), console)
+    chosen = list(cases(entries, networks, dtypes, bits or (), released, **common))
+    rows, left_out, wrong = weigh_all(chosen, used, threads or report.cores(), console)
     options = {"network": network, "optimizer": optimizer, "dtype": dtype, "bits": bits,
                "released": released, **common, "device": device, "threads": threads}  # fmt: skip
     written = {

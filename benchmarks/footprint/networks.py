@@ -7,7 +7,6 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from benchmarks.common import models
 
@@ -35,11 +34,6 @@ class Network:
                 return self.make()
         finally:
             torch.set_default_dtype(before)
-
-
-def loss(model: nn.Module, inputs: Tensor, targets: Tensor) -> Tensor:
-    """Mean cross-entropy, of logits in fp32."""
-    return F.cross_entropy(model(inputs).float().flatten(0, -2), targets.flatten())
 
 
 def _text(vocabulary: int, length: int) -> Callable[..., tuple[Tensor, Tensor]]:

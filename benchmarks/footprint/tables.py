@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 
-from rich.box import SIMPLE_HEAD
 from rich.table import Table
+
+from benchmarks.common import tables
 
 HEADS = ("optimizer", "weights", "gradients", "state", "by arithmetic", "temporary", "peak, step 1",
          "peak", "over, %")  # fmt: skip
@@ -48,8 +49,7 @@ def _cells(row: Row) -> Iterator[str]:
 def printed(written: Mapping[str, object]) -> Iterator[Table]:
     """A table of each network and dtype, in MiB."""
     for key, rows in groups(written).items():
-        grid = Table(title=f"{title(written, key)}; MiB", title_justify="left", box=SIMPLE_HEAD,
-                     padding=(0, 1, 0, 0), pad_edge=False)  # fmt: skip
+        grid = tables.grid(f"{title(written, key)}; MiB")
         for index, head in enumerate(HEADS):
             grid.add_column(head, justify="right" if index else "left", no_wrap=not index)
         for row in rows:
@@ -59,9 +59,8 @@ def printed(written: Mapping[str, object]) -> Iterator[Table]:
 
 def markdown(written: Mapping[str, object], key: tuple[str, str]) -> str:
     """The rows of one network and dtype for a page, in MiB."""
-    lines = [HEADS, ("---", *["---:"] * (len(HEADS) - 1))]
-    lines += [(f"`{label(row)}`", *_cells(row)) for row in groups(written)[key]]
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+    rows = ((f"`{label(row)}`", *_cells(row)) for row in groups(written)[key])
+    return tables.markdown(HEADS, rows, numbers=True)
 
 
 def panels(written: Mapping[str, object]) -> dict[str, list[Row]]:

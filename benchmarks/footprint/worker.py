@@ -14,7 +14,7 @@ from collections.abc import Mapping
 import torch
 
 import lowbit_optim
-from benchmarks.common import measure, registry, verify
+from benchmarks.common import measure, models, registry, verify
 from benchmarks.common.worker import emit
 from benchmarks.footprint import estimate, networks
 
@@ -105,7 +105,7 @@ def train(case: Case, device: torch.device, steps: int) -> dict[str, object]:
     first_peak = temporary = loss = None
     gradients = 0
     for index in range(steps):
-        loss = networks.loss(model, *batch)
+        loss = models.loss(model, *batch)
         loss.backward()
         arrived = sum(p.grad.nbytes for p in model.parameters() if p.grad is not None)
         gradients = max(gradients, arrived)

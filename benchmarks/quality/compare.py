@@ -25,7 +25,7 @@ from rich.progress import (
     TimeRemainingColumn,
 )
 
-from benchmarks.common import measure, plot, registry, report, summary, worker, workloads
+from benchmarks.common import arguments, measure, plot, registry, report, summary, worker, workloads
 
 _WORKER = "benchmarks.quality.compare_worker"
 # Threads that spin while they wait make a run on a busy machine five times slower.
@@ -36,13 +36,14 @@ def train_all(
     task: workloads.Task, entry: registry.Entry, spec: Mapping[str, object], progress: Progress
 ) -> dict[str, object]:
     """All seeds of one optimizer on one task, in a fresh process; the bar moves as it reports."""
-    steps, lr = int(spec["steps"]), spec["lr"] or entry.learning_rate(task.name)
-    arguments = {**spec, "task": task.name, "optimizer": entry.name, "lr": lr}
+    steps = int(spec["steps"])
+    lr = entry.learning_rate(task.name) if spec["lr"] is None else spec["lr"]
+    given = {**spec, "task": task.name, "optimizer": entry.name, "lr": lr}
     total = steps * int(spec["seeds"])
     bar = progress.add_task(f"{task.name} {entry.name}", total=total, loss="starting")
     runs: list[dict] = []
     memory: dict = {}
-    for event in worker.stream(_WORKER, arguments, int(spec["threads"]), _WAIT):
+    for event in worker.stream(_WORKER, given, int(spec["threads"]), _WAIT):
         kind = event.pop("event")
         if kind == "step":
             done = event["seed"] * steps + event["step"]
@@ -128,21 +129,6 @@ def bars(console: Console) -> Progress:
     )
 
 
-def resolve_device(device: str) -> str:
-    """What "auto" stands for here.
-
-    Raises:
-        ValueError: it is another word, or a GPU that torch does not see.
-    """
-    if device == "auto":
-        return "cuda" if torch.cuda.is_available() else "cpu"
-    if device not in ("cpu", "cuda"):
-        raise ValueError(f"device must be auto, cpu or cuda, not {device!r}")
-    if device == "cuda" and not torch.cuda.is_available():
-        raise ValueError("device 'cuda' was asked for and torch sees no GPU")
-    return device
-
-
 def _plan(tasks: list[str], optimizers: list[str]) -> Iterator[tuple]:
     """Each task with its optimizers: those asked for, or the task's own beside torch's."""
     for task in workloads.select(tasks):
@@ -174,11 +160,9 @@ def main(
     console, start, load = Console(), time.perf_counter(), report.load_average()
     options = {"task": task, "optimizer": optimizer, "seeds": seeds, "steps": steps, "lr": lr,
                "device": device, "threads": threads}  # fmt: skip
-    try:
-        used = resolve_device(device)
+    with arguments.refusing():
+        used = arguments.resolve_device(device)
         plan = list(_plan(task or ["gpt", "mnist"], optimizer or []))
-    except ValueError as error:
-        raise typer.BadParameter(str(error)) from error
     spec = {"seeds": seeds, "steps": steps, "lr": lr, "device": used,
             "threads": threads or report.cores()}  # fmt: skip
     results = {}
@@ -204,8 +188,7 @@ def main(
         "notes": summary.notes(used),
         "tasks": results,
     }
-    if report.busy_note(load):
-        console.print(report.busy_note(load))
+    report.say_if_busy(console, load)
     report.write_json(out / "compare.json", written)
     plot.loss_curves(out / "compare.png", results)
     console.print(f"{written['wall_s']:.0f} s, {spec['threads']} threads")

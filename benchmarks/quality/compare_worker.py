@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 
 import torch
 
-from benchmarks.common import measure, registry, workloads
+from benchmarks.common import measure, models, registry, workloads
 from benchmarks.common.worker import emit
 from lowbit_optim_kernels.formats.dynamic8 import TOP_CODE, ZERO_CODE
 
@@ -116,7 +116,7 @@ def train(
     for step in range(steps):
         inputs, targets = task.batch(data, batches)
         inputs = inputs.to(device, entry.dtype if inputs.is_floating_point() else None)
-        loss = task.loss(model, inputs, targets.to(device))
+        loss = models.loss(model, inputs, targets.to(device))
         optimizer.zero_grad()
         loss.backward()
         step_ms.append(1e3 * measure.seconds(optimizer.step, device))

@@ -16,11 +16,10 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.common import intervals, plot, registry, report, workloads
+from benchmarks.common import arguments, intervals, plot, registry, report, tables, workloads
 from benchmarks.quality import compare
 
 MARGIN = 0.5  # percentage points
@@ -70,9 +69,7 @@ def table(written: dict) -> Table:
         f"{written['what']}\n{written['params']:,} parameters, {written['steps']} steps, "
         f"{written['seeds']} seeds; {written['metric']}; margin ±{written['margin']:g}"
     )
-    grid = Table(
-        title=title, title_justify="left", box=SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False
-    )
+    grid = tables.grid(title)
     # All but the standard deviation, for which 80 columns have no room.
     head = intervals.head(written)
     shown = [index for index, column in enumerate(head) if column != "sd"]
@@ -143,15 +140,13 @@ def main(
     options = {"optimizer": optimizer, "task": task, "seeds": seeds, "steps": steps,
                "margin": margin, "device": device, "threads": threads,
                "control": control, "format": state_format}  # fmt: skip
-    try:
+    with arguments.refusing():
         entries, (chosen,) = _entries(optimizer, state_format), workloads.select([task])
         if not isinstance(chosen, workloads.Images):
             raise ValueError(f"task {task!r} has no accuracy")
         if state_format and control:
             raise ValueError("--control is of the codes that 8 bits mean, not of another format")
-        used = compare.resolve_device(device)
-    except ValueError as error:
-        raise typer.BadParameter(str(error)) from error
+        used = arguments.resolve_device(device)
     spec = {"seeds": seeds, "steps": steps, "lr": None, "device": used,
             "threads": threads or report.cores(), "min_8bit_size": MIN_8BIT_SIZE,
             "coarsen": control, "state_format": state_format}  # fmt: skip

@@ -19,7 +19,7 @@ import typer
 from rich.console import Console
 from torch import Tensor
 
-from benchmarks.common import measure, plot, registry, report, workloads
+from benchmarks.common import measure, models, plot, registry, report, workloads
 from benchmarks.common.registry import Source
 from benchmarks.quality.compare_worker import schedule
 from benchmarks.quality.formats_tables import tables
@@ -151,7 +151,7 @@ def record(task: workloads.Task, layers: Mapping[str, int], steps: int) -> dict[
     recorded: dict[str, list[Tensor]] = {name: [] for name in layers}
     for _ in range(steps):
         optimizer.zero_grad()
-        task.loss(model, *task.batch(data, batches)).backward()
+        models.loss(model, *task.batch(data, batches)).backward()
         for name, rows in layers.items():
             recorded[name].append(model.get_parameter(name).grad[:rows].clone())
         optimizer.step()
@@ -359,8 +359,8 @@ def main(
     for table in tables(written):
         console.print(table, highlight=False, soft_wrap=True)
         console.print()
-    if rounds and report.busy_note(load):
-        console.print(report.busy_note(load))
+    if rounds:
+        report.say_if_busy(console, load)
     report.write_json(out / "formats.json", written)
     plot.formats(out / "formats.png", written)
     console.print(f"{written['wall_s']:.0f} s\nresults: {out / 'formats.json'}", soft_wrap=True)

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
+from functools import partial
 
+from benchmarks.common.tables import markdown
 
-def _grid(head: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
-    head = list(head)
-    lines = [head, ["---", *["---:"] * (len(head) - 1)], *rows]
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+_table = partial(markdown, numbers=True)
 
 
 def _power(x: float) -> str:
@@ -19,11 +18,11 @@ def tables(written: Mapping[str, dict]) -> Iterator[str]:
     """The tables of a result file, in Markdown: synthetic, recorded, long runs, others, time."""
     made, recorded = written["synthetic"], written["recorded"]
     names = list(next(iter(made.values())))
-    yield _grid(
+    yield _table(
         ("state", *(f"{key}" for key in made)),
         ([name, *(_power(made[key][name][0]) for key in made)] for name in names),
     )
-    yield _grid(
+    yield _table(
         ("state", *recorded),
         (
             [name, *(" / ".join(map(_power, recorded[key][name])) for key in recorded)]
@@ -31,19 +30,19 @@ def tables(written: Mapping[str, dict]) -> Iterator[str]:
         ),
     )
     runs, rules = written["long"], written["rules"]
-    yield _grid(
+    yield _table(
         ("state", *runs),
         (
             [name, *("{size:.3f} / {along:.3f}".format(**runs[key][name]) for key in runs)]
             for name in next(iter(runs.values()))
         ),
     )
-    yield _grid(
+    yield _table(
         ("optimizer", *next(iter(rules.values()))),
         ([label, *map(_power, row.values())] for label, row in rules.items()),
     )
     if written["time"]:
-        yield _grid(
+        yield _table(
             ("state", "bytes a parameter", "ms", "quartiles", "times torch's fused"),
             (
                 [

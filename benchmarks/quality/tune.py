@@ -12,11 +12,10 @@ from typing import Annotated
 
 import torch
 import typer
-from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.common import registry, report, summary, workloads
+from benchmarks.common import arguments, registry, report, summary, tables, workloads
 from benchmarks.quality import compare_worker
 
 FIRST_SEED = 100
@@ -70,7 +69,7 @@ def choose(task: workloads.Task, rows: list[dict]) -> float | None:
 
 def table(task: workloads.Task, name: str, rows: list[dict]) -> Table:
     """A row for each rate of one optimizer; the chosen one has an asterisk."""
-    grid = Table(title=task.what, title_justify="left", box=SIMPLE_HEAD, pad_edge=False)
+    grid = tables.grid(task.what)
     grid.add_column("optimizer", no_wrap=True)
     for column in ("lr", task.metric, "training loss"):
         grid.add_column(column, justify="right")
@@ -101,11 +100,9 @@ def main(
     """Train 32-bit optimizers at several learning rates and print the held-out quality."""
     console = Console()
     twins = [entry.name for entry in registry.REGISTRY.values() if "32bit" in entry.name]
-    try:
+    with arguments.refusing():
         (chosen,) = workloads.select([task])
         entries = registry.select(optimizer or twins)
-    except ValueError as error:
-        raise typer.BadParameter(str(error)) from error
     torch.set_num_threads(threads or report.cores())
     data, tried = chosen.load(), {}
     spec = {"seeds": seeds, "steps": steps or chosen.steps, "device": "cpu"}

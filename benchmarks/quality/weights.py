@@ -18,19 +18,18 @@ from typing import Annotated
 
 import torch
 import typer
-from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 import lowbit_optim
-from benchmarks.common import models, plot, report, summary, workloads
+from benchmarks.common import arguments, models, plot, report, summary, tables, workloads
 from benchmarks.quality import compare
 from benchmarks.quality.compare_worker import schedule
 
-CONTEXT, BATCH_SIZE, WINDOWS, WIDTH = 64, 8, 256, 128
+TASK = workloads.StdlibGPT()  # but for the files and the model's size
+WIDTH = 128
 PRETRAIN_LR = 2e-3
 # `master_weight_bits` of each run with bf16 weights, by what a table calls it; "fp32" has no bf16.
 BITS: dict[str, int | str | None] = {"None": None, "auto": "auto", "24": 24, "32": 32}
@@ -54,38 +53,20 @@ def load(folder: str) -> Text:
         ValueError: there are no such files to train on and to hold out.
     """
     root, train, held_out = workloads.stdlib_files()
-
-    def joined(names: list[str]) -> Tensor:
-        text = bytearray(b"".join((root / name).read_bytes() for name in names))
-        return torch.frombuffer(text, dtype=torch.uint8)
-
-    def inside(names: list[str]) -> list[str]:
-        return [name for name in names if name.startswith(f"{folder}/")]
-
-    if not inside(train) or not inside(held_out):
+    inside, held_out_inside = (
+        [name for name in names if name.startswith(f"{folder}/")] for names in (train, held_out)
+    )
+    if not inside or not held_out_inside:
         raise ValueError(f"the standard library has no folder {folder!r} with held-out files")
-    rest = [name for name in train if name not in set(inside(train))]
-    return Text(joined(rest), joined(inside(train)), joined(inside(held_out)))
-
-
-def batch(text: Tensor, starts: Tensor) -> tuple[Tensor, Tensor]:
-    """Inputs and next bytes of the windows that begin at `starts`."""
-    chunk = text[starts[:, None] + torch.arange(CONTEXT + 1)].long()
-    return chunk[:, :-1], chunk[:, 1:]
-
-
-def loss_of(model: nn.Module, inputs: Tensor, targets: Tensor) -> Tensor:
-    """Mean cross-entropy in nats, of logits in fp32."""
-    return F.cross_entropy(model(inputs).float().flatten(0, -2), targets.flatten())
+    rest = [name for name in train if name not in inside]
+    return Text(*(workloads.joined(root, names) for names in (rest, inside, held_out_inside)))
 
 
 @torch.no_grad()
 def quality(model: nn.Module, text: Tensor) -> float:
     """Held-out bits per byte of the network's weights, in fp32 arithmetic for all alike."""
     wide = copy.deepcopy(model).float()
-    starts = torch.linspace(0, text.numel() - CONTEXT - 1, WINDOWS).long()
-    nats = [loss_of(wide, *batch(text, part)).item() * len(part) for part in starts.split(32)]
-    return sum(nats) / WINDOWS / math.log(2)
+    return TASK.quality(wide, {"held_out": text}, torch.device("cpu"))
 
 
 def train(
@@ -102,8 +83,7 @@ def train(
     schedules = torch.optim.lr_scheduler.LambdaLR(optimizer, rate)
     losses = []
     for _ in range(steps):
-        starts = torch.randint(text.numel() - CONTEXT, (BATCH_SIZE,), generator=drawn)
-        loss = loss_of(model, *batch(text, starts))
+        loss = models.loss(model, *TASK.batch({"train": text}, drawn))
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
@@ -116,7 +96,7 @@ def train(
 def pretrained(text: Text, width: int, steps: int, done: Callable[[], object]) -> models.ByteGPT:
     """A model that was trained in fp32, and whose weights bf16 can say."""
     torch.manual_seed(0)
-    model = models.ByteGPT(CONTEXT, width=width)
+    model = models.ByteGPT(TASK.context, width=width)
     optimizer = lowbit_optim.AdamW32bit(model.parameters(), lr=PRETRAIN_LR)
     train(model, optimizer, text.pretrain, 0, steps, lambda step: schedule(step, steps), done)
     return model.bfloat16().float()
@@ -209,9 +189,7 @@ def table(written: dict) -> Table:
         f"{written['what']}\n{written['params']:,} parameters, {written['steps']} steps, "
         f"{written['seeds']} seeds; before it {written['before']:.4f} bits per byte"
     )
-    grid = Table(
-        title=title, title_justify="left", box=SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False
-    )
+    grid = tables.grid(title)
     heads = ("lr", "bits", "held-out bits\nper byte", "minus fp32\nmasters", "sd", "minus fp32",
              "sd", "nmse to\nmasters", "motion")  # fmt: skip
     for index, head in enumerate(heads):
@@ -235,7 +213,7 @@ def markdown(written: dict) -> str:
     """The table of a result file."""
     head = ("learning rate", "weights", "held-out bits per byte", "minus fp32 masters",
             "minus fp32", "nmse to fp32 masters", "nmse to fp32", "motion")  # fmt: skip
-    lines = [head, ("---",) * len(head)]
+    lines = []
     for rate, rows in written["learning_rates"].items():
         for name, row in rows.items():
             mean = row["held_out"]
@@ -251,7 +229,7 @@ def markdown(written: dict) -> str:
                 *(f"{error:.1e}" if error else "0" for error in errors),
                 f"{row['motion']['mean']:.3f}",
             ))  # fmt: skip
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+    return tables.markdown(head, lines)
 
 
 def main(
@@ -277,10 +255,8 @@ def main(
     options = {"lr": lr, "seeds": seeds, "steps": steps, "pretrain": pretrain, "width": width,
                "folder": folder, "threads": threads}  # fmt: skip
     torch.set_num_threads(threads or report.cores())
-    try:
+    with arguments.refusing():
         text = load(folder)
-    except ValueError as error:
-        raise typer.BadParameter(str(error)) from error
     rates, found = lr or [1e-5, 1e-6], {}
     with compare.bars(console) as progress:
         start = pretrained(text, width, pretrain, _bar(progress, "pretraining", pretrain))

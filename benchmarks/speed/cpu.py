@@ -11,18 +11,18 @@ import tempfile
 import time
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import torch
 import typer
-from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from benchmarks.common import registry, report, shapes, worker
+from benchmarks.common import arguments, registry, report, shapes, tables, worker
 
 AIMED_CASES = ("one", "split64", "resnet50", "gpt2")
+NOTHING: dict[str, Any] = {"sections": [], "first_step": {}}  # of a file that is not there
 _WORKER = "benchmarks.speed.cpu_worker"
 
 
@@ -110,9 +110,7 @@ def step_table(section: dict, busy: bool) -> Table:
         "ms a step and torch's fused, both medians; their ratio round by round, median and "
         "quartiles;\nbytes an element; bandwidth of the copy's"
     )
-    grid = Table(
-        title=title, title_justify="left", box=SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False
-    )
+    grid = tables.grid(title)
     for column in ("case", "optimizer"):
         grid.add_column(column, no_wrap=True)
     for column in ("ms (torch)", "ratio", "B", "of copy", "aim"):
@@ -136,9 +134,7 @@ def step_table(section: dict, busy: bool) -> Table:
 def overhead_table(section: dict) -> Table:
     """Microseconds a step over 1,000 tensors of 64 elements, beside torch's foreach form."""
     title = f"{section['device']}, {section['threads']} threads: 1,000 tensors of 64 elements"
-    grid = Table(
-        title=title, title_justify="left", box=SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False
-    )
+    grid = tables.grid(title)
     for column in ("optimizer", "us a step", "torch foreach", "us a tensor", "ratio"):
         grid.add_column(column, justify="left" if column == "optimizer" else "right")
     for pair in section["pairs"]:
@@ -188,19 +184,19 @@ def _chosen(optimizer: list[str] | None, peers: bool, console: Console) -> list[
     return names
 
 
-def earlier(path: Path, origin: Mapping[str, object]) -> list[dict[str, object]]:
-    """The sections that a file has, none if there is no file.
+def earlier(path: Path, origin: Mapping[str, object]) -> dict[str, Any]:
+    """The sections and first steps that a file has, none if there is no file.
 
     Raises:
         typer.BadParameter: they are of another machine, or of other versions.
     """
     if not path.exists():
-        return []
+        return NOTHING
     before = json.loads(path.read_text(encoding="utf-8"))
     for what in ("hardware", "versions"):
         if before[what] != origin[what]:
             raise typer.BadParameter(f"{path} is of other {what}: {before[what]}")
-    return before["sections"]
+    return before
 
 
 def main(
@@ -217,20 +213,15 @@ def main(
 ) -> None:
     """Time optimizer steps beside torch's fused and foreach optimizers."""
     console, start, load = Console(), time.perf_counter(), report.load_average()
-    unknown = [name for name in case or () if name not in shapes.SHAPES]
-    if unknown:
-        known = ", ".join(shapes.SHAPES)
-        raise typer.BadParameter(f"unknown case {unknown[0]!r}; there are: {known}")
-    try:
+    counts = threads or [1, 2]
+    with arguments.refusing():
+        cases = arguments.known("case", case or shapes.SHAPES, shapes.SHAPES)
         names = _chosen(optimizer, peers, console)
-    except ValueError as error:
-        raise typer.BadParameter(str(error)) from error
-    cases, counts = case or list(shapes.SHAPES), threads or [1, 2]
     spec = {"optimizers": names, "cases": cases, "rounds": rounds}
     options = {"optimizer": optimizer, "case": case, "threads": threads, "rounds": rounds,
                "peers": peers, "no-first": not first, "append": append}  # fmt: skip
     path, origin = out / "speed.json", report.origin("benchmarks.speed.cpu", options)
-    before = earlier(path, origin) if append else []
+    before = earlier(path, origin) if append else NOTHING
     runs = [("cpu", count) for count in counts]
     if torch.cuda.is_available():
         runs.append(("cuda", max(counts)))
@@ -248,11 +239,10 @@ def main(
     written = {
         **origin,
         "wall_s": round(time.perf_counter() - start, 1),
-        "sections": [*before, *sections],
-        "first_step": firsts,
+        "sections": [*before["sections"], *sections],
+        "first_step": {**before["first_step"], **firsts},
     }
-    if report.busy_note(load):
-        console.print(report.busy_note(load))
+    report.say_if_busy(console, load)
     report.write_json(path, written)
     console.print(f"{written['wall_s']:.0f} s\nresults: {path}", soft_wrap=True)
 

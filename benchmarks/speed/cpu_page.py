@@ -11,17 +11,12 @@ from collections.abc import Iterable, Iterator
 from statistics import median
 
 from benchmarks.common import report
+from benchmarks.common.tables import markdown
 
 CASES = ("one", "split64", "resnet50", "gpt2")
 SMALL = "small1000"
 THREADS = {2: "Two threads", 1: "One thread"}  # in the page's order
 INSTRUCTION_SETS = "", "_avx2"  # how the names of result files end
-
-
-def _table(head: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
-    head = list(head)
-    lines = [head, ["---"] * len(head), *rows]
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
 def _pairs(runs: Iterable[dict]) -> dict[str, dict[str, list[dict]]]:
@@ -49,7 +44,7 @@ def ratios(runs: Iterable[dict]) -> str:
         share = median(pair["of_copy"] for pair in cases["one"])
         beside = cases["one"][0]["baseline"].removeprefix("torch.optim.").removesuffix("-fused")
         rows.append([name, beside, *cells, f"{share:.0%}"])
-    return _table(["", "beside", *CASES, "of copy"], rows)
+    return markdown(["", "beside", *CASES, "of copy"], rows)
 
 
 def overhead(runs: Iterable[dict]) -> str:
@@ -61,7 +56,7 @@ def overhead(runs: Iterable[dict]) -> str:
             for which in ("ms", "baseline_ms")
         ]
         rows.append([name, *(f"{time:,.0f}" for time in times)])
-    return _table(["", "µs a step", "torch's foreach"], rows)
+    return markdown(["", "µs a step", "torch's foreach"], rows)
 
 
 def passes(written: dict) -> str:
@@ -75,7 +70,7 @@ def passes(written: dict) -> str:
         for row in written["passes"]
     ]  # fmt: skip
     head = ["", "pass", "bytes", "ns from memory", "ns in cache", "of copy", "bound by"]
-    return _table(head, rows)
+    return markdown(head, rows)
 
 
 def tables() -> Iterator[str]:

@@ -24,7 +24,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.common import measure, registry, report, shapes, verify
+from benchmarks.common import arguments, measure, registry, report, shapes, verify
 from benchmarks.static import traffic
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
@@ -144,7 +144,7 @@ def time_one(
     _warm_up(optimizer.step, device)
     held = measure.state_bytes(optimizer)
     measure.reset_peak(device)
-    before = torch.cuda.memory_allocated(device) if device.type == "cuda" else 0
+    before = measure.held_bytes(device)
     optimizer.step()
     peak = measure.peak_bytes(device)
     gc.collect()
@@ -198,6 +198,17 @@ def show(console: Console, rows: list[dict[str, Any]]) -> None:
     console.print(table)
 
 
+def _too_large(
+    tensors: tuple[shapes.Shape, ...], dtype: torch.dtype, device: torch.device
+) -> str | None:
+    """What is needed for parameters, gradients and two fp32 moments, if the GPU has less."""
+    if device.type != "cuda":
+        return None
+    needed = (2 * dtype.itemsize + 8) * shapes.elements(tensors)
+    free, _ = torch.cuda.mem_get_info(device)
+    return f"needs {needed / 2**30:.0f} GiB" if needed > free else None
+
+
 def run(
     names: list[str],
     workloads: Mapping[str, tuple[shapes.Shape, ...]],
@@ -216,12 +227,7 @@ def run(
         for dtype in dtypes:
             for name in names:
                 contender, label = CONTENDERS[name], f"{name}, {workload}, {dtype}"
-                why = contender.missing()
-                if why is None and on_gpu:
-                    # Parameter, gradient and at most two fp32 moments.
-                    needed = (2 * DTYPES[dtype].itemsize + 8) * shapes.elements(tensors)
-                    free, _ = torch.cuda.mem_get_info(device)
-                    why = f"needs {needed / 2**30:.0f} GiB" if needed > free else None
+                why = contender.missing() or _too_large(tensors, DTYPES[dtype], device)
                 if why is not None:
                     skipped[label] = why
                     continue
@@ -260,14 +266,13 @@ def main(
     if not torch.cuda.is_available():
         console.print("no GPU: nothing is measured")
         raise typer.Exit(1)
-    for given, known in ((optimizer, CONTENDERS), (workload, WORKLOADS), (dtype, DTYPES)):
-        for name in given or ():
-            if name not in known:
-                raise typer.BadParameter(f"{name!r}; there are: {', '.join(known)}")
-    device, names = torch.device("cuda"), optimizer or list(CONTENDERS)
+    with arguments.refusing():
+        names = arguments.known("optimizer", optimizer or CONTENDERS, CONTENDERS)
+        workloads = arguments.known("workload", workload or WORKLOADS, WORKLOADS)
+        dtypes = arguments.known("dtype", dtype or DTYPES, DTYPES)
+    device = torch.device("cuda")
     errors = check(names, device, console)
-    chosen = {name: WORKLOADS[name] for name in workload or WORKLOADS}
-    found = run(names, chosen, dtype or list(DTYPES), device, rounds, console)
+    found = run(names, {x: WORKLOADS[x] for x in workloads}, dtypes, device, rounds, console)
     options = {"optimizer": optimizer, "workload": workload, "dtype": dtype, "rounds": rounds}
     written = {
         **report.origin("benchmarks.speed.gpu", options),

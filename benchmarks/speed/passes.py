@@ -17,11 +17,10 @@ from typing import Annotated, Any
 import numpy as np
 import torch
 import typer
-from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.common import measure, registry, report, verify
+from benchmarks.common import arguments, measure, registry, report, tables, verify
 from benchmarks.static import traffic
 from lowbit_optim_kernels.engines.numba import threads as numba_threads
 from lowbit_optim_kernels.engines.numba import vector
@@ -134,7 +133,7 @@ def table(rows: list[dict], copy: float, dtype: str) -> Table:
         "ns an element "
         "with the tensor in memory and with a small one in cache, medians"
     )
-    grid = Table(title=title, title_justify="left", box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    grid = tables.grid(title)
     for column in ("optimizer", "pass"):
         grid.add_column(column, no_wrap=True)
     for column in ("B", "memory", "cache", "GB/s", "of copy", "bound by"):
@@ -164,17 +163,14 @@ def main(
     """Time every pass of the CPU engine on one thread."""
     console, load = Console(), report.load_average()
     kinds = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-    if dtype not in kinds:
-        raise typer.BadParameter(f"unknown dtype {dtype!r}; there are: {', '.join(kinds)}")
-    try:
+    with arguments.refusing():
+        arguments.known("dtype", [dtype], kinds)
         entries = registry.select(optimizer or registry.aimed())
-    except ValueError as error:
-        raise typer.BadParameter(str(error)) from error
+        for entry in entries:
+            if traffic.rule_of(_optimizer(entry.name, SMALL, torch.float32)) is None:
+                raise ValueError(f"{entry.name!r} does not run on the Numba engine's passes")
     torch.set_num_threads(1)
     device = torch.device("cpu")
-    for entry in entries:
-        if traffic.rule_of(_optimizer(entry.name, SMALL, torch.float32)) is None:
-            raise typer.BadParameter(f"{entry.name!r} does not run on the Numba engine's passes")
     for entry in entries:
         verify.verify(entry, entry.learning_rate("mnist"), device)
     copy = measure.copy_gb_per_s(device)
@@ -182,8 +178,7 @@ def main(
     for entry in entries:
         rows += rows_of(entry.name, kinds[dtype], rounds, copy)
     console.print(table(rows, copy, dtype))
-    if report.busy_note(load):
-        console.print(report.busy_note(load))
+    report.say_if_busy(console, load)
     options = {"optimizer": optimizer, "dtype": dtype, "rounds": rounds}
     written = {
         **report.origin("benchmarks.speed.passes", options),

@@ -90,8 +90,7 @@ def main(
             f"{tensors} tensors",
             highlight=False,
         )
-    if report.busy_note(load):
-        console.print(report.busy_note(load))
+    report.say_if_busy(console, load)
     written = {
         **report.origin("benchmarks.speed.plan", {"tensors": tensors, "rounds": rounds}),
         "load_before": load, "microseconds": result,

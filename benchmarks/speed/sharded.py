@@ -21,7 +21,7 @@ import typer
 from rich.console import Console
 from torch import Tensor, nn
 
-from benchmarks.common import measure, registry, report, verify
+from benchmarks.common import arguments, measure, registry, report, tables, verify
 
 TENSORS = 1000
 LR = 1e-3
@@ -129,18 +129,15 @@ def time_all(spec: dict, counts: list[int]) -> list[dict]:
 
 def table(pairs: list[dict]) -> str:
     """Markdown: milliseconds and ratio by case, optimizer and number of ranks."""
-    lines = [
-        "| vectors | ranks | | ms | unsharded | ratio |",
-        "| --- | --- | --- | --- | --- | --- |",
-    ]
-    for pair in pairs:
-        ratio, ms = pair["ratio"], pair["ms"]["median"]
-        lines.append(
-            f"| {pair['case']} | {pair['ranks']} | {pair['optimizer']} | {ms:.2f} | "
-            f"{pair['unsharded_ms']['median']:.2f} | "
-            f"{ratio['median']:.2f} ({ratio['q25']:.2f}, {ratio['q75']:.2f}) |"
-        )
-    return "\n".join(lines)
+    rows = [
+        [
+            pair["case"], str(pair["ranks"]), pair["optimizer"], f"{pair['ms']['median']:.2f}",
+            f"{pair['unsharded_ms']['median']:.2f}",
+            "{median:.2f} ({q25:.2f}, {q75:.2f})".format(**pair["ratio"]),
+        ]
+        for pair in pairs
+    ]  # fmt: skip
+    return tables.markdown(["vectors", "ranks", "optimizer", "ms", "unsharded", "ratio"], rows)
 
 
 def main(
@@ -155,20 +152,14 @@ def main(
 ) -> None:
     """Time the step of 1,000 small sharded tensors beside the unsharded step."""
     console, load = Console(), report.load_average()
-    unknown = [name for name in case or () if name not in CASES]
-    if unknown:
-        known = ", ".join(CASES)
-        raise typer.BadParameter(f"unknown case {unknown[0]!r}; there are: {known}")
-    try:
-        entries = registry.select(optimizer or list(OPTIMIZERS))
-    except ValueError as error:
-        raise typer.BadParameter(str(error)) from error
+    with arguments.refusing():
+        cases = arguments.known("case", case or CASES, CASES)
+        entries = registry.select(optimizer or OPTIMIZERS)
     errors = {e.name: verify.verify(e, e.learning_rate("mnist"), CPU) for e in entries}
-    chosen = {"optimizers": list(errors), "cases": case or list(CASES)}
+    chosen = {"optimizers": list(errors), "cases": cases}
     pairs = time_all({**chosen, "rounds": rounds, "bind": bind}, ranks or [1, 2])
     console.print(table(pairs), highlight=False, soft_wrap=True)
-    if report.busy_note(load):
-        console.print(report.busy_note(load))
+    report.say_if_busy(console, load)
     options = {"optimizer": optimizer, "case": case, "ranks": ranks, "rounds": rounds}
     options |= {} if bind else {"no-bind": True}
     written = {

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 
 import typer
 
+from benchmarks.common import tables
 from lowbit_optim_cli import optimizers
 from lowbit_optim_cli.footprint import Storage
 
@@ -81,8 +82,7 @@ def peers() -> Iterator[tuple[str, ...]]:
 
 def markdown(rows: Iterator[tuple[str, ...]]) -> str:
     """A table, its first row the head."""
-    head, *rest = rows
-    return "\n".join(f"| {' | '.join(row)} |" for row in (head, ("---",) * len(head), *rest))
+    return tables.markdown(next(rows), rows)
 
 
 def main() -> None:

@@ -28,6 +28,7 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.common import report
+from benchmarks.common.arguments import known, refusing
 from benchmarks.static import machine_code, traffic, wavefronts
 from lowbit_optim_kernels import formats, weights
 from lowbit_optim_kernels.engines.triton import engine as engine_triton
@@ -249,13 +250,6 @@ def show(console: Console, rows: list[dict[str, Any]], targets: list[str]) -> No
     )
 
 
-def checked(kind: str, given: list[str] | None, known: Mapping[str, object]) -> list[str]:
-    unknown = [name for name in given or () if name not in known]
-    if unknown:
-        raise typer.BadParameter(f"unknown {kind} {unknown[0]!r}; there are: {', '.join(known)}")
-    return given or list(known)
-
-
 def main(
     optimizer: Annotated[list[str] | None, typer.Option(help="repeatable; all")] = None,
     dtype: Annotated[list[str] | None, typer.Option(help="bf16, fp16, fp32; repeatable")] = None,
@@ -264,18 +258,21 @@ def main(
     state_format: Annotated[str | None, typer.Option("--format", help="that of the bits")] = None,
     weights: Annotated[str, typer.Option(help="bits of bf16 weights: 0, 16, 24 or 32")] = "0",
     dither: Annotated[bool, typer.Option(help="round squares and slow averages by dither")] = True,
-    row: Annotated[int, typer.Option(help="elements in a row of the emulated tensor")] = 1024,
+    row: Annotated[
+        int, typer.Option(min=1, help="elements in a row of the emulated tensor")
+    ] = 1024,
     emulate: Annotated[bool, typer.Option(help="emulate a step, for wavefronts")] = True,
     peers: Annotated[bool, typer.Option("--peers", help="count other libraries too")] = False,
     out: Annotated[Path, typer.Option(help="folder for instructions.json")] = report.LOCAL,
 ) -> None:
     """Count the instructions of the GPU kernels."""
-    names = checked("optimizer", optimizer, RULES)
-    dtypes = checked("dtype", dtype or ["bf16", "fp32"], DTYPES)
-    targets = checked("target", target, CHIPS)
-    checked("format", [state_format] if state_format else None, formats.FORMATS)
-    checked("weights", [weights], WEIGHTS)
-    widths = bits or [8]
+    with refusing():
+        names = known("optimizer", optimizer or RULES, RULES)
+        dtypes = known("dtype", dtype or ["bf16", "fp32"], DTYPES)
+        targets = known("target", target or CHIPS, CHIPS)
+        known("format", [state_format] if state_format else [], formats.FORMATS)
+        known("weights", [weights], WEIGHTS)
+        widths = known("bits", bits or [8], (8, 32))
     console, rows = Console(width=150), []
     with console.status("compiling") as status:
         more = {"format": state_format, "weights": weights, "dither": dither, "emulate": emulate}

@@ -16,6 +16,7 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.common import registry, report
+from benchmarks.common.arguments import known, refusing
 from benchmarks.static import instructions, machine_code
 from lowbit_optim_kernels import formats, weights
 from lowbit_optim_kernels.engines.triton import engine as engine_triton
@@ -63,9 +64,10 @@ def main(
 ) -> None:
     """Compare kernels of one kind and of six."""
     console, few = Console(width=120), [row.name for row in registry.default_of("kinds")]
-    names = instructions.checked("optimizer", optimizer or few, instructions.RULES)
-    dtypes = instructions.checked("dtype", dtype or ["bf16", "fp32"], instructions.DTYPES)
-    targets = instructions.checked("target", target or ["sm_90"], instructions.CHIPS)
+    with refusing():
+        names = known("optimizer", optimizer or few, instructions.RULES)
+        dtypes = known("dtype", dtype or ["bf16", "fp32"], instructions.DTYPES)
+        targets = known("target", target or ["sm_90"], instructions.CHIPS)
     rows = [
         row
         for at in targets

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import torch
 
-from benchmarks.common import registry
+from benchmarks.common import registry, tables
 from lowbit_optim_kernels.codegen.analysis import inputs
 from lowbit_optim_kernels.rules import Phase, Rule
 
@@ -108,7 +108,7 @@ def rules() -> Iterator[tuple[registry.Row, Rule]]:
 def table() -> str:
     """The table of docs/traffic.md: a row for each pass, and the sum where there are several."""
     head = ("optimizer", "pass", "reads", "writes", *(name for name, _, _ in COLUMNS))
-    rows = [head, ("---",) * len(head)]
+    rows: list[tuple[str, ...]] = []
     for row, rule in rules():
         if row.lr is None:
             continue
@@ -119,7 +119,7 @@ def table() -> str:
         if len(walked) > 1:
             sums = (sum(one.moved(width, bits) for one in walked) for _, width, bits in COLUMNS)
             rows.append((name, "**all**", "", "", *(f"**{total:.2f}**" for total in sums)))
-    return "\n".join(f"| {' | '.join(row)} |" for row in rows)
+    return tables.markdown(head, rows)
 
 
 def _codes(names: tuple[str, ...]) -> str:

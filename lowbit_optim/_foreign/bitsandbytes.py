@@ -28,8 +28,10 @@ from lowbit_optim_kernels.rules.lion import MOMENTUM as LION
 from lowbit_optim_kernels.rules.rmsprop import MEAN_SQUARE
 from lowbit_optim_kernels.rules.sgd import MOMENTUM as SGD
 
+from .._checks import is_number
 from .._saved import require_scales, require_shape
-from .coded import Coded, check_book, scales_of
+from .._settings import as_number
+from .coded import Coded, check_book
 from .library import Library
 
 NESTED = "__bnb_optimizer_quant_state__"
@@ -138,7 +140,8 @@ class BitsAndBytes(Library):
         group = {key: value for key, value in saved.items() if key not in dropped}
         group.update(its.replaced)
         if family == "AdEMAMix":  # 0 is no warm-up to bitsandbytes
-            group.update({key: saved.get(key) or None for key in ("t_alpha", "t_beta3")})
+            steps = {key: as_number(saved.get(key)) for key in ("t_alpha", "t_beta3")}
+            group.update({key: None if is_number(n) and n == 0 else n for key, n in steps.items()})
         if its.first_beta is not None and "betas" in saved:
             betas = saved["betas"]
             if not isinstance(betas, (tuple, list)) or not betas:
@@ -243,7 +246,7 @@ def _scales(flat: Mapping[str, Any], i: int, count: int, numel: int) -> tuple[li
     if f"absmax{i}" not in flat and f"max{i}" in flat:
         key, blocks = f"max{i}", {max(numel, 1): 1}
     else:
-        key, blocks = f"absmax{i}", {block: scales_of(numel, block) for block in BLOCKS}
+        key, blocks = f"absmax{i}", {block: -(-numel // block) for block in BLOCKS}
     scales = _required(flat, key)
     require_scales(key, scales)
     for block, length in blocks.items():

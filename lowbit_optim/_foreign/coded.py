@@ -16,11 +16,6 @@ from lowbit_optim_kernels.rules import Moment
 from .._saved import require_dense
 
 
-def scales_of(numel: int, block: int) -> int:
-    """How many scales a tensor has whose blocks run over its flattened elements."""
-    return -(-numel // block)
-
-
 def same_blocks(shape: torch.Size | tuple[int, ...], block: int) -> bool:
     """Whether blocks over the flattened tensor are those of the format `dynamic8`.
 

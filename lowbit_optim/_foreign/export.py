@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from .. import _checkpoint, _sharding
-from .._optimizer import LowBitOptimizer
+from .._optimizer import LowBitOptimizer, require_own
 from .._settings import NO_SETTINGS, as_number
 
 EXACT = {"optim_bits": 32, "state_format": None}
@@ -75,10 +75,7 @@ class Group:
 
 def require_optimizer(optimizer: Any, function: str, library: str, families: Sequence[str]) -> None:
     """Raise for what is no optimizer of this package, or none that the library has."""
-    if not isinstance(optimizer, LowBitOptimizer):
-        raise TypeError(
-            f"{function} takes an optimizer of lowbit_optim, got {type(optimizer).__name__}"
-        )
+    require_own(optimizer, function)
     if optimizer.family not in families:
         allowed = ", ".join(families)
         raise ValueError(f"{library} has no {optimizer.family}; {function} takes {allowed}")

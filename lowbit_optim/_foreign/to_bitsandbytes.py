@@ -109,7 +109,7 @@ def _state(optimizer: LowBitOptimizer, its: Family, member: Member, whole: bool)
         for key in parts[0]:
             state[key] = torch.stack([part[key] for part in parts]) if parts[1:] else parts[0][key]
     if its.by_constructor:  # a scratch that its step wants under a max_unorm
-        state["unorm_vec"] = torch.zeros(1, device=member.p.device)
+        state["unorm_vec"] = torch.zeros(1, dtype=torch.float32, device=member.p.device)
     if "gnorm_vec" in member.state:
         state["gnorm_vec"] = member.state["gnorm_vec"].detach().clamp(min=0)  # -1 is no norm yet
     return state

@@ -12,6 +12,7 @@ from .parser import UnsupportedError, width
 Array = NDArray
 UNSIGNED = {1: np.bool_, 8: np.uint8, 16: np.uint16, 32: np.uint32, 64: np.uint64}
 SIGNED = {8: np.int8, 16: np.int16, 32: np.int32, 64: np.int64}
+TO_WHOLE = {"rmi": np.floor, "rni": np.rint, "rzi": np.trunc, "rpi": np.ceil}
 _FLOATS = {"f16": np.float16, "f32": np.float32, "f64": np.float64}
 TINY = np.float32(2.0**-126)  # the smallest normal number
 NAN_BF16 = np.uint16(0x7FFF)
@@ -132,9 +133,7 @@ def extremum(a: Array, b: Array, kind: str, largest: bool, nan: bool) -> Array:
 
 def to_integer(x: Array, kind: str, how: str) -> Array:
     """Floats as integers of a type, clamped to what it holds."""
-    whole = {"rzi": np.trunc, "rni": np.rint, "rmi": np.floor, "rpi": np.ceil}[how](
-        x.astype(np.float64)
-    )
+    whole = TO_WHOLE[how](x.astype(np.float64))
     dtype, bits = dtype_of(kind), width(kind)
     least, most = np.iinfo(dtype).min, np.iinfo(dtype).max
     bad = dtype(most) - dtype(most >> 1) if kind[0] == "u" else dtype(least)

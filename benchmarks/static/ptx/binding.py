@@ -48,14 +48,12 @@ class Executable:
         self.steps = [Bound(self._bind(i), i) for i in self.program.instructions]
 
     def _bind(self, instruction: Instruction) -> Step | None:
-        binder = _BINDERS.get(instruction.opcode[0])
-        if instruction.opcode[0] in FLOW:
+        name = instruction.opcode[0]
+        if name in FLOW:
             return None
-        if binder is not None:
-            return binder(self, instruction)
-        if instruction.opcode[0] == "mov" and "{" in "".join(instruction.operands[:2]):
+        if name == "mov" and "{" in "".join(instruction.operands[:2]):
             return _packing(self, instruction)
-        return _computing(self, instruction)
+        return _BINDERS.get(name, _computing)(self, instruction)
 
 
 FLOW = ("bra", "brx", "call", "ret", "exit", "bar", "barrier", "trap")

@@ -32,7 +32,6 @@ _COMPARISONS: dict[str, Callable[[Array, Array], Array]] = {
     "ge": np.greater_equal, "lo": np.less, "ls": np.less_equal, "hi": np.greater,
     "hs": np.greater_equal,
 }  # fmt: skip
-_TO_WHOLE = {"rmi": np.floor, "rni": np.rint, "rzi": np.trunc, "rpi": np.ceil}
 _BITWISE = {"and": np.bitwise_and, "or": np.bitwise_or, "xor": np.bitwise_xor, "not": np.invert}
 
 
@@ -317,8 +316,8 @@ def _convert(name: str, modifiers: tuple[str, ...], kind: str) -> Operation | No
         return Operation(partial(ar.packed, kind=modifiers[2]), ("s32", "s32", "b32"))
     *how, given = modifiers
     mode = next((m for m in how if m in _MODES), "rn")
-    whole = next((m for m in how if m in _TO_WHOLE), None)
-    if not _taken(tuple(how), (*_MODES, *_TO_WHOLE, "ftz")):
+    whole = next((m for m in how if m in ar.TO_WHOLE), None)
+    if not _taken(tuple(how), (*_MODES, *ar.TO_WHOLE, "ftz")):
         return None
     if given in ("f16x2", "bf16x2") and kind == "f32":
         return Operation(partial(_pair, kind=given[:-2], mode=mode), ("f32", "f32"))
@@ -343,7 +342,7 @@ def _between(given: str, kind: str, mode: str, whole: str | None) -> Callable[[A
     def convert(x: Array) -> Array:
         x = wide(x, kind)
         if whole:
-            x = _TO_WHOLE[whole](x)
+            x = ar.TO_WHOLE[whole](x)
         return ar.rounded(x.astype(np.float64), given, mode)
 
     return convert
