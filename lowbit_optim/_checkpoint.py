@@ -18,7 +18,7 @@ from lowbit_optim_kernels.rules.shared import NORMS
 from lowbit_optim_kernels.weights import Weights
 
 from . import _manager, _saved, _state
-from ._settings import without_numpy
+from ._settings import plain
 
 KEY = "lowbit_optim"
 FORMAT_VERSION = 2
@@ -35,7 +35,7 @@ STORAGE_SETTINGS = (
 def add_header(optimizer: Any, state_dict: dict[str, Any]) -> None:
     """A hook, and the first one, so that a user's hooks are given all that is saved."""
     state_dict[KEY] = {"format_version": FORMAT_VERSION, "optimizer": optimizer.family}
-    state_dict["param_groups"] = without_numpy(state_dict["param_groups"])
+    state_dict["param_groups"] = plain(state_dict["param_groups"])
     state_dict["state"] = {i: _with_saved_step(i, x) for i, x in state_dict["state"].items()}
 
 
@@ -168,7 +168,7 @@ def copied(value: Any) -> Any:
         return {key: copied(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
         return type(value)(copied(item) for item in value)
-    return without_numpy(value)
+    return plain(value)
 
 
 class SavedState(NamedTuple):
