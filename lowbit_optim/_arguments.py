@@ -106,7 +106,8 @@ def constructor(
         construct: is handed the base's `__init__` and the arguments that were given, by name.
     """
     fixed: Any = cls
-    signature = inspect.signature(fixed.__base__.__init__)
+    # Types, not their names: tools that build objects of a configuration look those up over here.
+    signature = inspect.signature(fixed.__base__.__init__, eval_str=True)
     parameters = [
         parameter.replace(default=defaults.get(name, parameter.default))
         for name, parameter in signature.parameters.items()
@@ -125,6 +126,9 @@ def constructor(
 
     __init__.__qualname__ = f"{cls.__name__}.__init__"
     __init__.__signature__ = signature  # type: ignore[attr-defined]  # what `inspect` goes by
+    __init__.__annotations__ = {  # what `typing` goes by
+        parameter.name: parameter.annotation for parameter in parameters[1:]
+    }
     fixed.__init__ = __init__
     return documented(cls)
 

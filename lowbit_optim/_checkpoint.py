@@ -17,7 +17,7 @@ from lowbit_optim_kernels.rules.shared import NORMS
 from lowbit_optim_kernels.weights import RESIDUAL_KEY, Weights, as_integers, converted
 
 from . import _manager, _saved, _state
-from ._settings import without_numpy
+from ._settings import plain
 
 KEY = "lowbit_optim"
 FORMAT_VERSION = 2
@@ -30,7 +30,7 @@ STORAGE_SETTINGS = ("optim_bits", "state_format", "min_8bit_size", "master_weigh
 def add_header(optimizer: Any, state_dict: dict[str, Any]) -> None:
     """A hook, and the first one, so that a user's hooks are given all that is saved."""
     state_dict[KEY] = {"format_version": FORMAT_VERSION, "optimizer": optimizer.family}
-    state_dict["param_groups"] = without_numpy(state_dict["param_groups"])
+    state_dict["param_groups"] = plain(state_dict["param_groups"])
     state_dict["state"] = {i: _with_saved_step(i, x) for i, x in state_dict["state"].items()}
 
 
@@ -156,14 +156,14 @@ def merged_groups(
 
 
 def copied(value: Any, device: torch.device | None = None) -> Any:
-    """A tree with tensors of its own, perhaps on another device, and without NumPy's numbers."""
+    """A tree with tensors of its own, perhaps on another device, and `plain` else."""
     if isinstance(value, Tensor):
         return value.detach().to(device or value.device, copy=True)
     if isinstance(value, dict):
         return {key: copied(item, device) for key, item in value.items()}
     if type(value) in (list, tuple):
         return type(value)(copied(item, device) for item in value)
-    return without_numpy(value)
+    return plain(value)
 
 
 class SavedState(NamedTuple):

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from . import _checks
-from ._settings import without_numpy
+from ._settings import plain
 
 STATE = ("batch", "epoch", "base_lrs")
 
@@ -112,7 +112,7 @@ class Eden:
     def state_dict(self) -> dict[str, Any]:
         """How far training is (`batch`, `epoch`) and the groups' `base_lrs`; numbers only."""
         base_lrs = [float(group["initial_lr"]) for group in self._groups()]
-        return without_numpy({"batch": self.batch, "epoch": self.epoch, "base_lrs": base_lrs})
+        return plain({"batch": self.batch, "epoch": self.epoch, "base_lrs": base_lrs})
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Continue where `state_dict` was taken, and set the learning rates.

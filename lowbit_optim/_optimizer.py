@@ -21,7 +21,7 @@ from lowbit_optim_kernels.weights import RESIDUAL_KEY
 from . import _checks, _gradients, _manager, _sharding, _state
 from ._gathering import Copies
 from ._loads_state import LoadsState
-from ._settings import Settings, resolved, without_numpy
+from ._settings import Settings, plain, resolved
 
 # Settings that decide how state is stored, what is compiled and which engine takes it.
 FORM = (
@@ -57,7 +57,7 @@ class LowBitOptimizer(LoadsState):
 
     def __init__(self, params: Any, defaults: dict[str, Any], args: Any = None) -> None:
         _checks.replace_by_args(defaults, args)
-        defaults = {**EVERYWHERE, **without_numpy(defaults)}
+        defaults = {**EVERYWHERE, **plain(defaults)}
         own = {key: defaults.get(key) for key in ("optim_bits", "state_format")}
         _checks.optim_bits(own["optim_bits"])
         if own["optim_bits"] == 32:  # may be the default, which a state_format replaces
@@ -131,7 +131,7 @@ class LowBitOptimizer(LoadsState):
             if "params" not in param_group:
                 raise ValueError(f"a parameter group must have 'params', got {list(param_group)}")
             settings = {key: value for key, value in param_group.items() if key != "params"}
-            settings = _state.agreeing(without_numpy(settings), self.defaults)
+            settings = _state.agreeing(plain(settings), self.defaults)
             self._check_given({**self.defaults, **settings})
             param_group.update(settings)
         super().add_param_group(param_group)

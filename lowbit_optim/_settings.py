@@ -7,7 +7,7 @@ tensors on an accelerator, which are not read back.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, MutableSequence, Sequence
 from operator import is_
 from typing import Any
 
@@ -25,29 +25,35 @@ NO_SETTINGS = ("params", PREVIOUS_NORM)
 _PLAIN = (float, int, bool, str, type(None))
 
 
-def without_numpy(value: Any) -> Any:
-    """A tree without NumPy's numbers, which `torch.load(weights_only=True)` does not read."""
+def plain(value: Any) -> Any:
+    """A tree of Python's own numbers and lists, as `torch.load(weights_only=True)` reads them.
+
+    Others are NumPy's numbers and the lists of a configuration that OmegaConf or Hydra has read.
+    """
     if isinstance(value, np.generic) or (isinstance(value, np.ndarray) and value.ndim == 0):
         return value.item()
     if isinstance(value, dict):
-        return {key: without_numpy(item) for key, item in value.items()}
+        return {key: plain(item) for key, item in value.items()}
     if type(value) in (list, tuple):
-        items = type(value)(map(without_numpy, value))
+        items = type(value)(map(plain, value))
         return value if all(map(is_, items, value)) else items
+    if isinstance(value, Sequence) and not isinstance(value, (str, bytes, list, tuple)):
+        return list(map(plain, value))
     return value
 
 
 def as_number(value: Any, wait: bool = False) -> Any:
-    """A setting's value without NumPy's numbers and without tensors of one element.
+    """A setting's `plain` value without tensors of one element.
 
     Those on an accelerator stay, unless it is to `wait` for them.
     """
     if isinstance(value, Tensor):
         at_hand = value.numel() == 1 and (wait or value.device.type == "cpu")
         return value.item() if at_hand else value
-    if type(value) in (list, tuple):
+    value = plain(value)
+    if isinstance(value, (list, tuple)):
         return tuple(as_number(item, wait) for item in value)
-    return without_numpy(value)
+    return value
 
 
 def resolved(group: Mapping[str, Any]) -> dict[str, Any]:
@@ -62,7 +68,7 @@ def _may_change(value: Any) -> bool:
     """Whether a value can become another one while it stays the same object."""
     if isinstance(value, tuple):
         return any(map(_may_change, value))
-    return isinstance(value, (Tensor, list, dict, np.ndarray))
+    return isinstance(value, (Tensor, MutableSequence, dict, np.ndarray))
 
 
 def _storage(group: Mapping[str, Any]) -> dict[str, Any]:

@@ -8,6 +8,7 @@ import inspect
 import pickle
 import pydoc
 import re
+from typing import Any, get_type_hints
 
 import pytest
 import torch
@@ -130,9 +131,8 @@ def expected(name):
     text = SIGNATURES[stem(name)].format(
         STORAGE=STORAGE.strip(), RUN=RUN.strip(), CAUTIOUS=CAUTIOUS
     )
-    lines = "from __future__ import annotations", f"def f(params: Any, {text}) -> None: ..."
-    made = {}
-    exec("\n".join(lines), made)
+    made = {"Any": Any, "Tensor": torch.Tensor}
+    exec(f"def f(params: Any, {text}) -> None: ...", made)
     signature = inspect.signature(made["f"])
     bits = name.removeprefix(stem(name)).removesuffix("bit")
     parameters = dict(signature.parameters)
@@ -163,7 +163,10 @@ def test_every_class_is_listed():
 
 @pytest.mark.parametrize("name", NAMES)
 def test_signature(name):
-    assert inspect.signature(class_of(name)) == expected(name)
+    cls = class_of(name)
+    assert inspect.signature(cls, eval_str=True) == expected(name)
+    types = {x.name: x.annotation for x in expected(name).parameters.values()}
+    assert get_type_hints(cls.__init__).items() - {("return", type(None))} == types.items()
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -2,6 +2,7 @@
 
 import copy
 import io
+from collections import UserList
 
 import numpy as np
 import pytest
@@ -193,3 +194,20 @@ def test_numbers_of_numpy_do_not_spoil_a_checkpoint():
     group = torch.load(file, weights_only=True)["param_groups"][0]
     assert (group["lr"], group["betas"]) == (0.1, (0.8, 0.9))
     assert type(group["lr"]) is float
+
+
+def test_a_list_of_a_configuration_is_taken_and_saved_as_a_list():
+    """Those of OmegaConf and Hydra are sequences, and neither lists nor tuples."""
+    betas = UserList([0.8, 0.9])
+    groups = [{"params": parameters()}, {"params": parameters(), "betas": UserList([0.5, 0.6])}]
+    optimizer = train(lowbit_optim.AdamW8bit(groups, betas=betas), 1)
+    file = io.BytesIO()
+    torch.save(optimizer.state_dict(), file)
+    file.seek(0)
+    saved = torch.load(file, weights_only=True)["param_groups"]
+    assert [group["betas"] for group in saved] == [[0.8, 0.9], [0.5, 0.6]]
+    optimizer.param_groups[0]["betas"] = betas  # later, and followed when it changes in place
+    train(optimizer, 1)
+    betas[0] = 2.0
+    with pytest.raises(ValueError, match=r"betas\[0\] must be .* got 2.0"):
+        train(optimizer, 1)
