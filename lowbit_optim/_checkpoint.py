@@ -280,18 +280,19 @@ def fitted(
     """A parameter's state, copied from `saved`, on the parameter's device and in this format."""
     if not saved:
         return {}  # torch.optim.SGD before its first step with momentum
-    state: dict[str, Any]
-    state, used = _saved.fitted(saved, p, moments, format)
+    kept, used = _saved.fitted(saved, p, moments, format)
     # torch.optim.SGD counts no steps: a momentum buffer says that there has been one.
     step = as_step(saved.get("step", 1))
-    state["step"] = torch.tensor(step, dtype=STEP_DTYPE, device=p.device)
+    # In the order of `_state.stored`: who compares two state dicts walks through both at once.
+    state: dict[str, Any] = {"step": torch.tensor(step, dtype=STEP_DTYPE, device=p.device)}
+    used |= {RESIDUAL_KEY}
+    if kept_as.residual is not None:
+        state[RESIDUAL_KEY] = _residual(saved, p, kept_as.residual)
     for x in dict.fromkeys((*lasting, NORMS)):
         if x.key in saved:
             dtype = _state.stored_of(x, p).dtype
             state[x.key] = saved[x.key].detach().to(p.device, dtype, copy=True)
-    used |= {RESIDUAL_KEY}
-    if kept_as.residual is not None:
-        state[RESIDUAL_KEY] = _residual(saved, p, kept_as.residual)
+    state |= kept
     for key, value in saved.items():
         if key not in used | state.keys():
             state[key] = copied(value, p.device)

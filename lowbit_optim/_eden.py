@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 from . import _checks
 from ._settings import plain
 
-STATE = ("batch", "epoch", "base_lrs")
+STATE = ("batch", "epoch")
 
 
 class Eden:
@@ -22,10 +22,10 @@ class Eden:
         lr = base ((b^2 + B^2) / B^2)^(-1/4) ((e^2 + E^2) / E^2)^(-1/4) warmup
 
     where `warmup` rises linearly from warmup_start to 1 over the first warmup_batches batches. The
-    base is the group's `initial_lr`, its `lr` where there is none yet. The learning rates are set
-    when the scheduler is constructed, in every call of `step_batch` and `step_epoch`, and by
-    `load_state_dict`; a parameter group that was added since is taken in then. An `lr` that is a
-    tensor is written in place.
+    base is the group's `initial_lr`, or the `base_lr` that icefall has in its place, or its `lr`
+    where there is neither yet. The learning rates are set when the scheduler is constructed, in
+    every call of `step_batch` and `step_epoch`, and by `load_state_dict`; a parameter group that
+    was added since is taken in then. An `lr` that is a tensor is written in place.
 
     Args:
         optimizer: any torch.optim.Optimizer.
@@ -120,7 +120,8 @@ class Eden:
         The schedule's own settings (lr_batches, lr_epochs, warm-up) stay as constructed.
 
         Args:
-            state_dict: as returned by `state_dict()`.
+            state_dict: as returned by `state_dict()`, or by icefall's Eden; without `base_lrs`,
+                which later versions of that do not save, the groups keep theirs.
 
         Raises:
             ValueError, TypeError: if it lacks an entry, has one that is not allowed, or is of an
@@ -129,7 +130,8 @@ class Eden:
         missing = [key for key in STATE if key not in state_dict]
         if missing:
             raise ValueError(f"state_dict of Eden has no {', '.join(map(repr, missing))}")
-        groups, base_lrs = self._groups(), list(state_dict["base_lrs"])
+        groups = self._groups()
+        base_lrs = list(state_dict.get("base_lrs", (float(g["initial_lr"]) for g in groups)))
         if len(base_lrs) != len(groups):
             raise ValueError(
                 f"state_dict has base_lrs for {len(base_lrs)} parameter groups, the optimizer has "
@@ -148,7 +150,7 @@ class Eden:
         """The optimizer's groups, each with a base."""
         for group in self.optimizer.param_groups:
             if group.get("initial_lr") is None:
-                group["initial_lr"] = float(group["lr"])
+                group["initial_lr"] = float(group.get("base_lr", group["lr"]))
         return self.optimizer.param_groups
 
     def _factor(self) -> float:

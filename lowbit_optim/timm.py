@@ -16,7 +16,7 @@ PREFIX = "lowbit"
 # What timm's own optimizers of these names compute, where our constructors' defaults differ.
 AS_IN_TIMM: dict[str, dict[str, Any]] = {
     "sgd": {"nesterov": True},
-    "lars": LARS_PRESETS["timm"],
+    "lars": {"lr": 1.0, **LARS_PRESETS["timm"]},
     "lamb": {"trust_coefficient": 1.0, "eps": 1e-6},
     "rmsprop": {"alpha": 0.9},
 }
@@ -28,10 +28,10 @@ def register() -> list[str]:
     A name is "lowbit" and the class's in lower case: "lowbitadamw8bit", as timm has "bnbadamw8bit".
     (timm reads what stands before an underscore as a wrapper, as in "lookahead_lowbitadamw8bit".)
     Arguments are the class's own, but for what the families mean in timm: `sgd` has Nesterov's
-    momentum, `lars` is `LARS_PRESETS["timm"]`, `rmsprop` has an `alpha` of 0.9, and `lamb` the
-    paper's trust ratio (timm's also clips the norm of all gradients together, and adapts only what
-    has weight decay). timm gives a momentum of 0.9 to all that have one. Left out are
-    `Cain` and `LearnedGradient`, which have no weight decay, and timm always passes one, and
+    momentum, `lars` is `LARS_PRESETS["timm"]` with an `lr` of 1.0, `rmsprop` has an `alpha` of 0.9,
+    and `lamb` the paper's trust ratio (timm's also clips the norm of all gradients together, and
+    adapts only what has weight decay). timm gives a momentum of 0.9 to all that have one. Left out
+    are `Cain` and `LearnedGradient`, which have no weight decay, and timm always passes one, and
     `ScheduleFreeAdamW`, whose `eval()` timm's scripts do not call.
 
     Calling it again changes nothing.

@@ -90,6 +90,19 @@ def test_training_resumes_bit_for_bit(engine, case, bits, dtype):
 
 @CLASSES
 @BITS
+def test_a_loaded_state_has_the_order_of_one_that_steps_made(case, bits):
+    """Who compares two state dicts, or sends one to other ranks, walks through it in its order."""
+    options = {"percentile_clipping": 50, "master_weight_bits": 24}
+    with lowbit_optim.use_engine("torch"):
+        optimizer = train(build(case, bits, parameters(torch.bfloat16), **options), 2)
+    saved = optimizer.state_dict()["state"].values()
+    optimizer.load_state_dict(optimizer.state_dict())
+    loaded = optimizer.state_dict()["state"].values()
+    assert [list(state) for state in loaded] == [list(state) for state in saved]
+
+
+@CLASSES
+@BITS
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_loading_casts_nothing_and_aliases_nothing(case, bits, dtype):
     """torch.optim.Optimizer.load_state_dict would cast fp32 state to the parameter's dtype."""

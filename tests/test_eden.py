@@ -131,6 +131,21 @@ def test_resume(optimizer_first):
     assert resumed.state_dict() == scheduler.state_dict()
 
 
+@pytest.mark.parametrize("optimizer_first", [True, False])
+def test_a_run_of_icefalls_zipformer_recipe_goes_on(optimizer_first):
+    """Its scheduler saves no bases, and its groups have them as `base_lr`."""
+    o = optimizer()
+    saved = o.state_dict()
+    saved["param_groups"][0].update(base_lr=0.1, lr=0.02)  # which has fallen since
+    if optimizer_first:
+        o.load_state_dict(saved)
+    scheduler = Eden(o, 50, 2)
+    if not optimizer_first:
+        o.load_state_dict(saved)
+    scheduler.load_state_dict({"batch": 30, "epoch": 1})
+    assert scheduler.get_last_lr() == [pytest.approx(formula(0.1, 30, 1, 50, 2), rel=1e-14)]
+
+
 def test_a_state_that_does_not_fit_changes_nothing():
     o = optimizer()
     scheduler = Eden(o, 50, 2)

@@ -110,6 +110,13 @@ def test_a_family_means_what_it_means_in_timm(optim, family):
         assert cases.distance(p - start, q - start) < 1e-4
 
 
+@pytest.mark.parametrize("family", ["sgd", "lars", "rmsprop", "adamw", "adam", "lion"])
+def test_without_a_learning_rate_it_is_timms(optim, family):
+    made = (optim.create_optimizer_v2(Model(), opt=name) for name in (f"lowbit{family}", family))
+    ours, theirs = (one.defaults["lr"] for one in made)
+    assert ours == theirs
+
+
 def test_a_wrapper_stands_before_the_name(optim):
     model = Model()
     optimizer = optim.create_optimizer_v2(model, opt="lookahead_lowbitadamw8bit", lr=1e-3)
