@@ -71,7 +71,7 @@ fully_shard_averages = pytest.mark.skipif(
 
 def run(world, function, *args, join=True):
     """Call `function(rank, world, *args)` on so many processes of one gloo group."""
-    given = world, function, f"file://{args[0]}/rendezvous", *args
+    given = world, function, f"{args[0]}/rendezvous", *args
     return mp.start_processes(_enter, given, world, join, start_method="forkserver")
 
 
@@ -79,10 +79,14 @@ def _enter(rank, world, function, address, *args):
     torch.set_num_threads(1)
     os.environ["LOWBIT_OPTIM_ENGINE"] = "numba"
     limit = timedelta(seconds=60)
-    dist.init_process_group("gloo", init_method=address, rank=rank, world_size=world, timeout=limit)
+    store = dist.FileStore(address, world)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=limit)
     try:
         function(rank, world, *args)
-        dist.barrier()  # a rank that leaves early would take the others' connections along
+        # A rank that leaves takes along its connections, which others may not be done with; a
+        # barrier's own, too.
+        store.set(f"left by {rank}", "")
+        store.wait([f"left by {other}" for other in range(world)], limit)
     finally:
         dist.destroy_process_group()
     os._exit(0)  # gloo's threads end a process at times that unloads them in order
