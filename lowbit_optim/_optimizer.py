@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from collections import Counter
 from collections.abc import Callable, Mapping
 from typing import Any, overload
 
@@ -320,7 +321,8 @@ class LowBitOptimizer(LoadsState):
         found = self._gradients(group)
         params = [p for p, _, _ in found]
         plan = StepPlan(form, params, list(map(_sharding.local, params)), [])
-        batches: dict[tuple[torch.device, str], list[Slot]] = {}
+        batches: dict[tuple[torch.device, str, int], list[Slot]] = {}
+        turns: Counter[int] = Counter()  # by address, where two parameters may be of one memory
         dithers = any(moment.stream for moment in form[0].moments)
         shares = [self._share(p, group) for p in params]
         wholes = [i for i, share in enumerate(shares) if share is not None and share.whole]
@@ -344,14 +346,20 @@ class LowBitOptimizer(LoadsState):
                 slot.weights_before = share.places_before(WEIGHT_BLOCK)
             if dithers or slot.weights.dithered:
                 slot.tensor_key = dither.tensor_key(group["seed"], self._place(p)[0])
-            batches.setdefault((work.device, engine), []).append(slot)
+            address = work.data_ptr()
+            at = work.device, engine, turns[address]
+            batches.setdefault(at, []).append(slot)
+            turns[address] += address != 0  # which is that of empty tensors
         # Last, so that tensors which every step looks at lie together in memory.
         for p, share in zip(params, shares, strict=True):
             if share is not None and p in plan.new_states:
                 plan.new_states[p] = share.wrapped(plan.new_states[p])
         plan.gradients = [_sharding.local(p.grad) for p in params]
         kept = self._captured
-        plan.batches = [Batch(form[0], slots, *at, captured=kept) for at, slots in batches.items()]
+        plan.batches = [
+            Batch(form[0], slots, device, engine, captured=kept, turn=turn)
+            for (device, engine, turn), slots in batches.items()
+        ]
         return plan
 
     def _scaler(self, name: str) -> Tensor | None:

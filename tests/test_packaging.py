@@ -1,16 +1,19 @@
 """The package as an installer and an importer see it."""
 
 import ast
+import compileall
 import importlib.metadata
 import os
 import re
 import shutil
 import subprocess
 import sys
+import textwrap
 import zipfile
 from pathlib import Path
 
 import pytest
+import torch
 
 import lowbit_optim
 from protocol import FORK
@@ -47,9 +50,12 @@ def name_of(path):
     return str(path.relative_to(ROOT))
 
 
-def python(script):
-    """Run a script in a fresh interpreter, outside the checkout, and return what it prints."""
-    path = os.pathsep.join(str(folder.parent) for folder in PACKAGES.values())
+def python(script, *places):
+    """Run a script in a fresh interpreter, outside the checkout, and return what it prints.
+
+    The packages come from these places, or else from the checkout.
+    """
+    path = os.pathsep.join(map(str, places or (folder.parent for folder in PACKAGES.values())))
     done = subprocess.run(
         [sys.executable, "-c", script],
         env={**os.environ, "PYTHONPATH": path},
@@ -144,6 +150,49 @@ except RuntimeError as error:
     print(error)
 """
     assert "triton is not installed" in python(script)
+
+
+STEPS = """
+import torch
+import lowbit_optim
+print(lowbit_optim.__file__)
+p = torch.nn.Parameter(torch.ones(5000))
+p.grad = torch.ones(5000)
+lowbit_optim.AdamW8bit([p]).step()
+assert (p < 1).all()
+print(lowbit_optim.engine_for(p))
+"""
+
+
+@pytest.fixture
+def copied(tmp_path):
+    """A folder with the packages as an installer would lay them out."""
+    for name, folder in PACKAGES.items():
+        unwanted = shutil.ignore_patterns("__pycache__")
+        shutil.copytree(folder, tmp_path / "packages" / name, ignore=unwanted)
+    return tmp_path / "packages"
+
+
+def test_runs_from_a_zip_file(copied, tmp_path):
+    packed = shutil.make_archive(str(tmp_path / "packages"), "zip", copied)
+    where, engine = python(STEPS, packed).splitlines()
+    assert where.startswith(packed)
+    assert engine == str(lowbit_optim.engine_for(torch.zeros(1)))
+
+
+def test_without_sources_the_torch_engine_steps_in(copied):
+    """As in a program that was frozen with bytecode alone."""
+    compileall.compile_dir(copied, quiet=1, legacy=True)
+    for source in copied.rglob("*.py"):
+        source.unlink()
+    filtered = "import warnings\nwith warnings.catch_warnings(record=True) as told:\n"
+    script = (
+        filtered + textwrap.indent(STEPS, "    ") + "print(*(str(one.message) for one in told))"
+    )
+    where, engine, told = python(script, copied).splitlines()
+    assert where.startswith(str(copied))
+    assert engine.startswith("EngineChoice(name='torch'")
+    assert "made of the sources of lowbit_optim_kernels, which are not there" in told
 
 
 @pytest.mark.slow

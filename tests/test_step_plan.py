@@ -8,7 +8,15 @@ import torch
 
 import lowbit_optim
 from lowbit_optim_kernels import dispatch
-from protocol import all_parameters, give_gradients, identical, parameters, snapshot, train
+from protocol import (
+    BY_ENGINE,
+    all_parameters,
+    give_gradients,
+    identical,
+    parameters,
+    snapshot,
+    train,
+)
 
 SHAPES = ((12, 70), (300,), (5, 5))
 
@@ -235,6 +243,25 @@ def test_a_parameter_listed_twice_is_stepped_once():
             optimizer.step()
         made.append(p.detach())
     assert torch.equal(*made)
+
+
+@BY_ENGINE
+def test_parameters_of_one_memory_are_stepped_one_after_the_other(engine, reused):
+    """As by an optimizer each; together the threads of a step would overwrite one another's."""
+    made = []
+    for together in (True, False):
+        memory = torch.linspace(-1, 1, 200_000)
+        params = [torch.nn.Parameter(memory), torch.nn.Parameter(memory.view(500, 400))]
+        groups = [params] if together else [[p] for p in params]
+        optimizers = [lowbit_optim.AdamW8bit(each, lr=0.1, dither=False) for each in groups]
+        for t in range(4):
+            give_gradients(params, t)
+            with lowbit_optim.use_engine(engine):
+                for optimizer in optimizers:
+                    optimizer.step()
+        made.append(memory)
+    assert torch.equal(*made)
+    assert reused[1] == [True, True]
 
 
 def test_a_step_that_fails_is_not_used_again(monkeypatch, reused):

@@ -115,6 +115,8 @@ def state_columns(moments: tuple[Moment, ...], format: Format) -> tuple[int, ...
 class Batch:
     """One group's slots of one device and engine, the rule, and this step's run-time values.
 
+    No two slots have one parameter's memory: such ones are stepped in batches one after the other.
+
     Attributes:
         rule: the update rule.
         slots: parameters that have a gradient in this step.
@@ -132,6 +134,7 @@ class Batch:
         gradient_addresses: the gradients', in a step that reuses the tables.
         aligned: whether vectors of a slot's elements can be read and written at once.
         key: all that the engine's tables depend on beside addresses.
+        turn: how many batches before it have parameters of the same memory.
     """
 
     rule: Rule
@@ -149,11 +152,12 @@ class Batch:
     gradient_addresses: list[int] = field(default_factory=list)
     aligned: list[bool] = field(default_factory=list)
     key: tuple = ()
+    turn: int = 0
 
     @property
-    def place(self) -> tuple[torch.device, str]:
+    def place(self) -> tuple[torch.device, str, int]:
         """What tells the batches of a step plan apart."""
-        return self.device, self.engine
+        return self.device, self.engine, self.turn
 
     @cached_property
     def shards(self) -> dict[tuple[tuple[Any, str], ...], list[int]]:

@@ -26,7 +26,6 @@ import ast
 import importlib.util
 from collections.abc import Callable, Iterable, Sequence
 from functools import cache, reduce
-from importlib.abc import InspectLoader
 from types import CodeType, SimpleNamespace
 from typing import Any, TypeVar
 
@@ -298,10 +297,8 @@ Imports = dict[str, tuple[str, str | None]]  # a name: its module and its name t
 @cache
 def _parsed(template: str) -> tuple[dict[str, ast.FunctionDef], Imports]:
     """Functions of a template, and the names that it imports."""
-    spec = importlib.util.find_spec(template)
-    assert spec is not None
-    assert isinstance(spec.loader, InspectLoader)
-    tree = ast.parse(spec.loader.get_source(template) or "")
+    spec: Any = importlib.util.find_spec(template)
+    tree = ast.parse(spec.loader.get_source(template))  # which a zip file's loader has, too
     functions: dict[str, ast.FunctionDef] = {}
     imports: Imports = {}
     for node in tree.body:

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import inspect
 import os
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
@@ -106,12 +108,24 @@ def _broken(module: str) -> Refusal | None:
     return None
 
 
+@cache
+def _without_sources() -> Refusal | None:
+    """Why nothing is compiled where this package has bytecode alone, as in a frozen program."""
+    try:
+        inspect.getsource(sys.modules[__name__])
+    except OSError:
+        package = __name__.partition(".")[0]
+        reason = f"kernels are made of the sources of {package}, which are not there"
+        return Refusal(reason, warn=True)
+    return None
+
+
 def _triton_declines(device: torch.device, dtype: torch.dtype) -> Refusal | None:
     interpreter = os.environ.get("TRITON_INTERPRET", "0").lower() in ("1", "true", "on", "yes")
     interpreted = interpreter and device.type == "cpu"
     if device.type not in TRITON.devices and not interpreted:
         return Refusal(f"triton compiles for CUDA, ROCm and XPU devices, not for {device.type!r}")
-    broken = _broken("triton")
+    broken = _broken("triton") or _without_sources()
     if broken or interpreted:
         return broken
     import triton  # its distribution may have another name, so the version is asked of the module
@@ -129,7 +143,7 @@ def _triton_declines(device: torch.device, dtype: torch.dtype) -> Refusal | None
 def _numba_declines(device: torch.device, dtype: torch.dtype) -> Refusal | None:
     if device.type not in NUMBA.devices:
         return Refusal(f"the numba engine runs CPU tensors, not {device.type!r} ones")
-    broken = _broken("numba")
+    broken = _broken("numba") or _without_sources()
     if broken:
         return broken
     import numba
