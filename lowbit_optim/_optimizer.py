@@ -45,8 +45,9 @@ class LowBitOptimizer(LoadsState):
     bad settings, parameters or gradients, when memory for state runs out, while code is compiled,
     and at Ctrl-C up to there. Later only a copy of all parameters could undo it: at Ctrl-C or with
     no memory left between two groups, two tensors of the torch engine, `Cain` or `LearnedGradient`,
-    or a tensor that is not contiguous and its copy. On a GPU the last kernel of a group is compiled
-    when the groups before it have been launched.
+    or a tensor that is not contiguous and its copy; and Ctrl-C in the microseconds in which a step
+    is counted, or begins to write, leaves it counted and not taken. On a GPU the last kernel of a
+    group is compiled when the groups before it have been launched.
     """
 
     grad_scale: Tensor  # which a GradScaler sets while it has `step` called
