@@ -102,3 +102,16 @@ def python(script, timeout=120, **environment):
     )
     assert done.returncode == 0, done.stderr[-4000:]
     return done.stdout.strip()
+
+
+def run_program(program, *arguments):
+    """Call a program's command line in this process; its workers are processes of their own.
+
+    It needs the extra `cli`.
+    """
+    import typer
+    from typer import testing
+
+    app = typer.Typer()
+    app.command()(program.main)
+    return testing.CliRunner(env={"COLUMNS": "100"}).invoke(app, [str(a) for a in arguments])

@@ -20,7 +20,7 @@ from benchmarks.common import (
 )
 from benchmarks.quality import compare_worker
 from benchmarks.speed import cpu_page
-from protocol import python
+from protocol import python, run_program
 
 # These need the extra `cli`.
 compare_program = pytest.importorskip("benchmarks.quality.compare")
@@ -28,16 +28,7 @@ equivalence_program = pytest.importorskip("benchmarks.quality.equivalence")
 speed_program = pytest.importorskip("benchmarks.speed.cpu")
 passes_program = pytest.importorskip("benchmarks.speed.passes")
 summary = pytest.importorskip("benchmarks.common.summary")
-typer = pytest.importorskip("typer")
-testing = pytest.importorskip("typer.testing")
 CPU = torch.device("cpu")
-
-
-def run(program, *arguments):
-    """Call a program's command line in this process; its workers are processes of their own."""
-    app = typer.Typer()
-    app.command()(program.main)
-    return testing.CliRunner(env={"COLUMNS": "100"}).invoke(app, [str(a) for a in arguments])
 
 
 def options(flag, values):
@@ -51,7 +42,7 @@ def comparison(tmp_path_factory):
     pytest.importorskip("matplotlib")
     out = tmp_path_factory.mktemp("compare")
     names = ("torch.optim.AdamW", "AdamW32bit", "AdamW8bit")
-    result = run(
+    result = run_program(
         compare_program, "--task", "digits", *options("--optimizer", names), "--seeds", 2,
         "--steps", 4, "--device", "cpu", "--threads", 1, "--out", out,
     )  # fmt: skip
@@ -114,7 +105,7 @@ def test_results_name_no_host_path(comparison):
 
 @pytest.mark.parametrize("program", [compare_program, speed_program])
 def test_unknown_optimizer_is_refused_by_name(program):
-    result = run(program, "--optimizer", "AdamW9bit")
+    result = run_program(program, "--optimizer", "AdamW9bit")
     assert result.exit_code == 2
     said = result.output.replace("│", "").replace("\n", "")
     assert "unknown optimizer 'AdamW9bit'" in said
@@ -131,7 +122,7 @@ def test_unknown_optimizer_is_refused_by_name(program):
     ],
 )
 def test_compare_refuses(arguments, message):
-    result = run(compare_program, *arguments)
+    result = run_program(compare_program, *arguments)
     assert result.exit_code == 2
     assert message in result.output
 
@@ -155,7 +146,7 @@ def test_a_learning_rate_of_zero_is_one(monkeypatch):
 
 def test_failing_worker_shows_its_error(tmp_path, monkeypatch):
     monkeypatch.setattr(compare_program, "_WORKER", "benchmarks.no_such_worker")
-    result = run(
+    result = run_program(
         compare_program, "--task", "digits", "--optimizer", "torch.optim.SGD", "--seeds", 1,
         "--steps", 1, "--device", "cpu", "--out", tmp_path,
     )  # fmt: skip
@@ -303,7 +294,7 @@ def test_json_lists_stay_on_a_line(tmp_path):
 def test_equivalence_writes_its_record_and_fails_outside_the_margin(tmp_path):
     pytest.importorskip("sklearn")
     pytest.importorskip("matplotlib")
-    result = run(
+    result = run_program(
         equivalence_program, "--optimizer", "Lion8bit", "--seeds", 2, "--steps", 2,
         "--threads", 1, "--device", "cpu", "--margin", 1e-9, "--out", tmp_path,
     )  # fmt: skip
@@ -313,7 +304,7 @@ def test_equivalence_writes_its_record_and_fails_outside_the_margin(tmp_path):
     assert len(pair["quality_8bit"]) == len(pair["quality_32bit"]) == written["seeds"] == 2
     assert result.exit_code == (0 if pair["equivalent"] else 1), result.output
     assert (tmp_path / "equivalence.png").read_bytes()[:4] == b"\x89PNG"
-    again = run(equivalence_program, "--markdown", tmp_path / "equivalence.json")
+    again = run_program(equivalence_program, "--markdown", tmp_path / "equivalence.json")
     assert again.output.startswith(f"| {' | '.join(intervals.HEAD)} |")
 
 
@@ -329,14 +320,14 @@ def test_equivalence_writes_its_record_and_fails_outside_the_margin(tmp_path):
     ],
 )
 def test_equivalence_refuses(arguments, message):
-    result = run(equivalence_program, *arguments)
+    result = run_program(equivalence_program, *arguments)
     assert result.exit_code == 2
     assert message in result.output
 
 
 def test_passes_times_every_pass(tmp_path, monkeypatch):
     monkeypatch.setattr(passes_program, "LARGE", 1 << 16)
-    result = run(
+    result = run_program(
         passes_program, "--optimizer", "LANS8bit", "--optimizer", "SGD8bit", "--rounds", 1, "--out",
         tmp_path,
     )  # fmt: skip
@@ -347,7 +338,7 @@ def test_passes_times_every_pass(tmp_path, monkeypatch):
 
 
 def test_passes_refuses_what_has_none():
-    result = run(passes_program, "--optimizer", "Cain8bit")
+    result = run_program(passes_program, "--optimizer", "Cain8bit")
     assert result.exit_code == 2
     assert "does not run on the Numba engine" in result.output.replace("\n", " ")
 

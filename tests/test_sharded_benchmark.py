@@ -1,22 +1,17 @@
 """The benchmark of sharded steps, on one rank; what it measures is another matter."""
 
 import json
+from functools import partial
 from pathlib import Path
 
 import pytest
 
 from benchmarks.common import report, verify
+from protocol import run_program
 
 # These need the extra `cli`.
 program = pytest.importorskip("benchmarks.speed.sharded")
-typer = pytest.importorskip("typer")
-testing = pytest.importorskip("typer.testing")
-
-
-def run(*arguments):
-    app = typer.Typer()
-    app.command()(program.main)
-    return testing.CliRunner(env={"COLUMNS": "100"}).invoke(app, [str(a) for a in arguments])
+run = partial(run_program, program)
 
 
 @pytest.mark.slow

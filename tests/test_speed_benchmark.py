@@ -1,23 +1,19 @@
 """`benchmarks.speed.cpu`: it verifies, times and writes, and keeps what a file has."""
 
 import json
+from functools import partial
 
 import pytest
 import torch
 
 from benchmarks.common import verify
 from lowbit_optim_kernels.engines.numba import vector
+from protocol import run_program
 
 # These need the extra `cli`.
 program = pytest.importorskip("benchmarks.speed.cpu")
 typer = pytest.importorskip("typer")
-testing = pytest.importorskip("typer.testing")
-
-
-def run(*arguments):
-    app = typer.Typer()
-    app.command()(program.main)
-    return testing.CliRunner(env={"COLUMNS": "100"}).invoke(app, [str(a) for a in arguments])
+run = partial(run_program, program)
 
 
 def test_speed_refuses_an_unknown_case():
