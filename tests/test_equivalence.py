@@ -9,7 +9,7 @@ import torch
 
 from benchmarks.common import intervals, registry, workloads
 from benchmarks.quality import compare_worker
-from test_benchmarks import run
+from protocol import run_program
 
 # These need the extra `cli`.
 equivalence = pytest.importorskip("benchmarks.quality.equivalence")
@@ -100,7 +100,7 @@ def test_equivalence_of_another_format(tmp_path, name):
     pytest.importorskip("sklearn")
     pytest.importorskip("matplotlib")
     state_format = registry.REGISTRY[name].state_format
-    result = run(
+    result = run_program(
         equivalence, "--optimizer", name, "--format", state_format, "--seeds", 2,
         "--steps", 2, "--threads", 1, "--device", "cpu", "--margin", 100, "--out", tmp_path,
     )  # fmt: skip

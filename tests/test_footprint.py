@@ -10,7 +10,7 @@ import lowbit_optim
 from benchmarks.common import registry
 from benchmarks.footprint import estimate, networks, worker
 from benchmarks.static import footprint
-from test_benchmarks import run
+from protocol import run_program
 
 ROOT = Path(__file__).resolve().parent.parent
 CPU = torch.device("cpu")
@@ -145,7 +145,7 @@ def test_the_page_of_bf16_weights_has_its_table():
 def test_footprint_weighs_a_training(tmp_path):
     pytest.importorskip("matplotlib")
     program = pytest.importorskip("benchmarks.footprint.__main__")
-    result = run(
+    result = run_program(
         program, "--network", "gpt2", "--size", "tiny", "--optimizer", "torch.optim.SGD",
         "--steps", 2, "--threads", 1, "--out", tmp_path,
     )  # fmt: skip
@@ -154,7 +154,7 @@ def test_footprint_weighs_a_training(tmp_path):
     assert row["weights"] == row["gradients"] == 4 * row["params"]
     assert row["error"] < 1e-9
     assert (tmp_path / "footprint.png").read_bytes()[:4] == b"\x89PNG"
-    again = run(program, "--markdown", tmp_path / "footprint.json")
+    again = run_program(program, "--markdown", tmp_path / "footprint.json")
     assert "| `torch.optim.SGD` | 0.3 |" in again.output
 
 
@@ -170,7 +170,7 @@ def test_footprint_weighs_a_training(tmp_path):
 )
 def test_footprint_refuses_what_it_does_not_know(flag, value):
     program = pytest.importorskip("benchmarks.footprint.__main__")
-    result = run(program, flag, value)
+    result = run_program(program, flag, value)
     assert result.exit_code == 2
     assert f"unknown {flag[2:]} {value!r}; there are: " in " ".join(result.output.split())
 
@@ -185,7 +185,7 @@ def test_footprint_goes_on_after_one_that_fails(tmp_path, monkeypatch):
         yield {"event": "weighed", **worker.train(worker.Case(**spec["case"]), CPU, 1)}
 
     monkeypatch.setattr(program.worker, "stream", stream)
-    result = run(
+    result = run_program(
         program, "--network", "gpt2", "--size", "tiny", "--optimizer", "AdamW8bit",
         "--optimizer", "torch.optim.SGD", "--out", tmp_path,
     )  # fmt: skip
@@ -200,7 +200,7 @@ def test_footprint_goes_on_after_one_that_fails(tmp_path, monkeypatch):
 def test_weights_are_compared(tmp_path):
     pytest.importorskip("matplotlib")
     program = pytest.importorskip("benchmarks.quality.weights")
-    result = run(
+    result = run_program(
         program, "--lr", 1e-5, "--seeds", 2, "--steps", 2, "--pretrain", 2, "--width", 16,
         "--threads", 1, "--out", tmp_path,
     )  # fmt: skip
@@ -210,7 +210,7 @@ def test_weights_are_compared(tmp_path):
     assert rows["32"]["nmse_of_fp32_masters"]["mean"] == 0
     assert rows["24"]["nmse_of_fp32_masters"]["mean"] < rows["auto"]["nmse_of_fp32_masters"]["mean"]
     assert (tmp_path / "weights.png").read_bytes()[:4] == b"\x89PNG"
-    again = run(program, "--markdown", tmp_path / "weights.json")
+    again = run_program(program, "--markdown", tmp_path / "weights.json")
     assert "| bf16, `auto` |" in again.output
-    refused = run(program, "--folder", "absent")
+    refused = run_program(program, "--folder", "absent")
     assert "no folder 'absent'" in refused.output.replace("\n", " ")

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from benchmarks.common import registry
-from test_benchmarks import run
+from protocol import run_program
 
 formats_program = pytest.importorskip("benchmarks.quality.formats")
 
@@ -19,7 +19,7 @@ def test_formats_measures_errors_long_runs_and_times(tmp_path, monkeypatch):
     monkeypatch.setattr(formats_program, "SCALES", (1e-8, 1.0))
     few = [(*rule[:4], 3) for rule in formats_program.RULES]
     monkeypatch.setattr(formats_program, "RULES", few)
-    result = run(
+    result = run_program(
         formats_program, "--recorded", 2, "--long", 80, "--side", 64, "--rounds", 1, "--no-peers",
         "--threads", 1, "--out", tmp_path,
     )  # fmt: skip
@@ -35,7 +35,7 @@ def test_formats_measures_errors_long_runs_and_times(tmp_path, monkeypatch):
     assert written["time"]["torch fused"]["ratio"]["median"] == 1
     assert written["time"]["ratio4"]["state_bytes"] == pytest.approx(1.094, abs=0.01)
     assert (tmp_path / "formats.png").read_bytes()[:4] == b"\x89PNG"
-    again = run(formats_program, "--markdown", tmp_path / "formats.json")
+    again = run_program(formats_program, "--markdown", tmp_path / "formats.json")
     assert again.output.startswith("| state | 1e-08 | 1 | lognormal |")
 
 
