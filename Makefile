@@ -93,7 +93,7 @@ bench: $(DEV)  ## measure speed and memory
 
 gpu-check: $(DEV)  ## on a machine with a GPU: its tests, then its benchmark
 	@status=0; export PYTHONPATH="$(CURDIR):$(CURDIR)/kernels$${PYTHONPATH:+:$$PYTHONPATH}"; set -x; \
-	$(PY) -m pytest -m gpu $(GPU_TESTS) $(ARGS) || status=1; \
+	$(PY) -m pytest --numprocesses $(JOBS) -m gpu $(GPU_TESTS) $(ARGS) || status=1; \
 	$(PY) -m benchmarks.speed.gpu || status=1; exit $$status
 
 clean:  ## remove .venv and everything that was built

@@ -1,7 +1,6 @@
 """`speed.gpu` without a GPU: its tables, its counting and a run of tiny tensors on the CPU."""
 
 import io
-import math
 
 import pytest
 import torch
@@ -9,15 +8,31 @@ import torch
 pytest.importorskip("typer", reason="the benchmarks are command line programs")
 from rich.console import Console
 
-from benchmarks.common import report
+from benchmarks.common import report, shapes
 from benchmarks.speed import gpu
 
 
 def test_the_tensor_lists_are_the_models():
-    counts = {name: sum(map(math.prod, tensors)) for name, tensors in gpu.WORKLOADS.items()}
-    assert counts["llama-3.2-1b"] == 1_235_814_400
-    assert counts["resnet50"] == 25_557_032
-    assert len(gpu.WORKLOADS["resnet50"]) == 161
+    counts = {name: shapes.elements(tensors) for name, tensors in gpu.WORKLOADS.items()}
+    assert counts == {
+        "one-1B": 10**9,
+        "resnet50": 25_557_032,
+        "gpt2": 124_439_808,
+        "llama-3.1-8B": 8_030_261_248,
+        "lora-16": 41_943_040,
+    }
+    tensors = {name: len(tensors) for name, tensors in gpu.WORKLOADS.items()}
+    assert tensors == {
+        "one-1B": 1, "resnet50": 161, "gpt2": 148, "llama-3.1-8B": 291, "lora-16": 448,
+    }  # fmt: skip
+
+
+def test_ours_stand_beside_torchs_forms_and_the_peers():
+    beside = [name for name, one in gpu.CONTENDERS.items() if one.row.name == "AdamW"]
+    assert beside == [
+        "AdamW8bit", "AdamW8bit-ratio8", "AdamW4bit", "torch AdamW fused", "torch AdamW foreach",
+        "bitsandbytes AdamW8bit", "torchao AdamW8bit", "flashoptim FlashAdamW",
+    ]  # fmt: skip
 
 
 def test_bytes_of_a_step():
@@ -28,15 +43,44 @@ def test_bytes_of_a_step():
 
 
 @pytest.mark.slow
-def test_a_run_checks_times_and_reports(tmp_path):
+def test_a_run_checks_times_and_reports(tmp_path, capsys):
     console = Console(file=io.StringIO(), width=120)
-    names = ["AdamW8bit", "torch AdamW", "LARS8bit", "flashoptim FlashAdamW"]
-    device = torch.device("cpu")
+    names = ["AdamW8bit", "torch AdamW fused", "LARS8bit", "flashoptim FlashAdamW"]
+    device, path = torch.device("cpu"), tmp_path / "gpu.json"
     assert gpu.check(["AdamW8bit", "LARS8bit"], device, console)["AdamW8bit"] < 1e-3
-    found = gpu.run(names, {"tiny": ((64, 100), (5000,))}, ["bf16", "fp32"], device, 2, console)
+    kept = []
+
+    def keep(found):
+        kept.append(len(found["rows"]))
+        report.write_json(path, found)
+
+    workloads = {"tiny": ((64, 100), (5000,)), "tinier": ((64,),)}
+    found = gpu.run(names, workloads, ["bf16", "fp32"], device, 2, console, keep)
     done = {row["optimizer"] for row in found["rows"]}
-    assert {"AdamW8bit", "torch AdamW", "LARS8bit"} <= done
+    assert {"AdamW8bit", "torch AdamW fused", "LARS8bit"} <= done
     assert done | {label.partition(",")[0] for label in found["skipped"]} == set(names)
-    gpu.show(console, found["rows"])
-    report.write_json(tmp_path / "gpu.json", found)
-    assert "1.00x" in console.file.getvalue()
+    assert kept == [*range(1, 4 * len(done) + 1), 4 * len(done)]
+    gpu.show(console, found)
+    gpu.main(markdown=path)
+    printed = capsys.readouterr().out
+    for dtype in ("bf16", "fp32"):
+        row = next(x for x in found["rows"] if x["dtype"] == dtype)
+        cell = f"{row['ms']['median'] * 1e9 / row['elements']:.3g} ("
+        assert f"{dtype}: ms" in console.file.getvalue()
+        assert cell in console.file.getvalue()
+        assert f"{dtype}:\n\n|  | tiny | tinier |" in printed
+        assert f"| AdamW8bit | {cell}" in printed
+
+
+def test_what_does_not_fit_is_left_out_and_the_rest_timed(monkeypatch):
+    def time_one(contender, *given):
+        if contender.name == "torch AdamW foreach":
+            raise torch.OutOfMemoryError("of 1 GiB")
+        return {"ms": {"median": 2.0}, "gb_per_s": 1.0, "elements": 10**9}
+
+    monkeypatch.setattr(gpu, "time_one", time_one)
+    console, names = Console(file=io.StringIO()), ["torch AdamW foreach", "AdamW8bit"]
+    workloads, device = {"tiny": ((64,),)}, torch.device("cpu")
+    found = gpu.run(names, workloads, ["bf16"], device, 2, console, lambda found: None)
+    assert [row["optimizer"] for row in found["rows"]] == ["AdamW8bit"]
+    assert found["skipped"] == {"torch AdamW foreach, tiny, bf16": "OutOfMemoryError: of 1 GiB"}

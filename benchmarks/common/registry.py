@@ -86,7 +86,7 @@ class Row:
             fp32 parameters and two threads; `speed` times the rows that have one. Or None.
         sign: it steps by a sign, which the rounding of a momentum near zero turns around.
         cpu_peers: other libraries' 8-bit forms that run on CPUs.
-        gpu_peers: what it is timed beside on GPUs; None if it is not timed there.
+        gpu_peers: other libraries' that it is timed beside on GPUs; None if it is not timed there.
         gpu_options: what replaces options there, as its peers have it.
         weighed: further optimizers of other libraries whose memory `footprint` sets beside it.
         default_of: programs that take few optimizers unless told which, and take this: the tasks of
@@ -129,6 +129,16 @@ class Row:
         """Its factory in these bits."""
         given = {**self.options, **options}
         return Source("lowbit_optim", f"{self.cls}{bits}bit", given, self.preset)
+
+    def of_torch(self) -> dict[str, Source]:
+        """Torch's class of its name by form, "", "fused" and "foreach", if it is `beside`."""
+        forms = ("", "fused", "foreach") if self.beside == self.name else ()
+        return {
+            form: Source(
+                "torch.optim", self.name, {**self.options, **({form: True} if form else {})}
+            )
+            for form in forms
+        }
 
     def peers(self) -> Iterator[Entry]:
         """An entry for each optimizer of another library that is named with it."""
@@ -206,25 +216,23 @@ ADAMW_WEIGHED = (
     Source("bitsandbytes.optim", "AdamW32bit"), Source("torchao.optim", "AdamW4bit"),
     Source("torchao.optim", "AdamWFp8"), Source("optimi", "AdamW"),
 )  # fmt: skip
-SGD_WEIGHED = (
+SGD_PEERS = (
     Source("bitsandbytes.optim", "SGD8bit", MOMENTUM), Source("flashoptim", "FlashSGD", MOMENTUM),
-    Source("optimi", "SGD", MOMENTUM),
 )  # fmt: skip
 
 ROWS = (
     Row("AdamW", ADAM_LR, beside="AdamW", aim=1.0, cpu_peers=ADAMW_PEERS,
-        gpu_peers=(Source("torch.optim", "AdamW", {"fused": True}), *ADAMW_PEERS,
-                   Source("flashoptim", "FlashAdamW")),
+        gpu_peers=(*ADAMW_PEERS, Source("flashoptim", "FlashAdamW")),
         weighed=ADAMW_WEIGHED, forms=STORED, four=True,
         default_of=("gpt", "digits", "first step", "32-bit step", "kinds")),
     Row("AdamW-amsgrad", None, {"amsgrad": True}),
     Row("Adam", ADAM_LR, beside="Adam", four=True),
     Row("SGD", {"gpt": 0.2, "mnist": 0.1, "digits": 0.1}, MOMENTUM, beside="SGD", aim=1.3,
-        weighed=SGD_WEIGHED, default_of=("kinds",)),
+        gpu_peers=SGD_PEERS, weighed=(Source("optimi", "SGD", MOMENTUM),),
+        default_of=("kinds",)),
     Row("LARS", {"gpt": 10.0, "mnist": 20.0, "digits": 3.0}, MOMENTUM, "paper",
         beside="SGD", aim=2.0,
-        gpu_peers=(Source("torch.optim", "SGD", {"fused": True, **MOMENTUM}),
-                   Source("bitsandbytes.optim", "LARS8bit", MOMENTUM)),
+        gpu_peers=(Source("bitsandbytes.optim", "LARS8bit", MOMENTUM),),
         default_of=("mnist", "digits", "first step", "kinds")),
     Row("LARS-cap", {"gpt": 1.0, "mnist": 1.0, "digits": 0.3}, {"max_unorm": 0.02, **MOMENTUM},
         beside="SGD", aim=2.0, default_of=("mnist", "digits")),
@@ -260,10 +268,8 @@ def _entries() -> Iterator[Entry]:
     """
     trained = [row for row in ROWS if row.lr is not None]
     for row in trained:
-        for form in ("", "fused", "foreach") if row.beside == row.name else ():
-            options = {**row.options, **({form: True} if form else {})}
-            name = f"torch.optim.{row.name}" + (f"-{form}" if form else "")
-            yield Entry(name, Source("torch.optim", row.name, options), row.lr)
+        for form, source in row.of_torch().items():
+            yield Entry(source.name + (f"-{form}" if form else ""), source, row.lr)
     for row in trained:
         for bits, twin, aim in ((32, None, None), (8, row.entry_name("32bit"), row.aim)):
             yield Entry(row.entry_name(f"{bits}bit"), row.source(bits), row.lr, twin,

@@ -34,12 +34,40 @@ def _gpt2() -> Iterator[Shape]:
     yield from ((width,), (width,))
 
 
+_LLAMA_WIDTH, _LLAMA_WORDS, _LLAMA_LAYERS = 4096, 128256, 32
+_LLAMA_MATRICES = (  # of a layer: q, k, v and o; gate, up and down
+    (4096, 4096), (1024, 4096), (1024, 4096), (4096, 4096),
+    (14336, 4096), (14336, 4096), (4096, 14336),
+)  # fmt: skip
+
+
+def _llama() -> Iterator[Shape]:
+    """Llama-3.1-8B (arXiv:2407.21783) as transformers builds it."""
+    yield (_LLAMA_WORDS, _LLAMA_WIDTH)
+    for _ in range(_LLAMA_LAYERS):
+        yield from (*_LLAMA_MATRICES, (_LLAMA_WIDTH,), (_LLAMA_WIDTH,))
+    yield from ((_LLAMA_WIDTH,), (_LLAMA_WORDS, _LLAMA_WIDTH))
+
+
+def _lora(rank: int) -> Iterator[Shape]:
+    """LoRA (arXiv:2106.09685) on every matrix of its layers, as peft builds it."""
+    for outputs, inputs in _LLAMA_MATRICES * _LLAMA_LAYERS:
+        yield from ((rank, inputs), (outputs, rank))
+
+
 SHAPES: dict[str, tuple[Shape, ...]] = {
     "one": ((4096, 4096),),
     "split64": ((512, 512),) * 64,
     "resnet50": tuple(_resnet50()),
     "gpt2": tuple(_gpt2()),
     "small1000": ((64,),) * 1000,
+}
+GPU_SHAPES: dict[str, tuple[Shape, ...]] = {
+    "one-1B": ((10**9,),),
+    "resnet50": SHAPES["resnet50"],
+    "gpt2": SHAPES["gpt2"],
+    "llama-3.1-8B": tuple(_llama()),
+    "lora-16": tuple(_lora(16)),
 }
 
 

@@ -1,10 +1,11 @@
-"""Time optimizer steps on a GPU beside torch's fused optimizers and other libraries.
+"""Time optimizer steps on a GPU beside torch's and other libraries'.
 
 `python -m benchmarks.speed.gpu` (`make gpu-check` runs it after the tests): every optimizer of this
 package is first held against its naive rule; if one differs, nothing is timed. Then every contender
-steps the same shapes: 1 billion elements in one tensor, and the tensors of Llama-3.2-1B and of
-ResNet-50, in bf16 and fp32. Bytes per second are counted from what a step has to move at least and
-stand beside a copy measured before and after in the same process.
+steps the same shapes in bf16 and fp32: 1 billion elements in one tensor, and the tensors of
+ResNet-50, GPT-2, Llama-3.1-8B and of LoRA adapters of it. Bytes per second are counted from what a
+step has to move at least and stand beside a copy measured before and after in the same process.
+The result file is written anew after every contender. `--markdown FILE` prints the tables of one.
 """
 
 from __future__ import annotations
@@ -12,6 +13,8 @@ from __future__ import annotations
 import gc
 import importlib
 import importlib.util
+import itertools
+import json
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -24,7 +27,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.common import arguments, measure, registry, report, shapes, verify
+from benchmarks.common import arguments, measure, registry, report, shapes, tables, verify
 from benchmarks.static import traffic
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
@@ -32,20 +35,7 @@ LR = 1e-4
 WARM_UP, LEAST_TIMED = 0.3, 0.1  # seconds of steps before those that are timed, and of these
 
 
-def _llama() -> Iterator[shapes.Shape]:
-    """Llama-3.2-1B, its output layer tied, as transformers builds it."""
-    yield (128256, 2048)
-    for _ in range(16):
-        yield from ((2048, 2048), (512, 2048), (512, 2048), (2048, 2048))
-        yield from ((8192, 2048), (8192, 2048), (2048, 8192), (2048,), (2048,))
-    yield (2048,)
-
-
-WORKLOADS: dict[str, tuple[shapes.Shape, ...]] = {
-    "flat-1B": ((10**9,),),
-    "llama-3.2-1b": tuple(_llama()),
-    "resnet50": shapes.SHAPES["resnet50"],
-}
+WORKLOADS = shapes.GPU_SHAPES
 
 
 @dataclass(frozen=True)
@@ -54,7 +44,7 @@ class Contender:
 
     Attributes:
         name: as the table shows it.
-        row: what it is compared with: contenders of one row and workload stand together.
+        row: whose it is, or is compared with.
         make: its factory.
     """
 
@@ -81,10 +71,18 @@ class Contender:
 
 def _contenders() -> Iterator[Contender]:
     for row in registry.ROWS:
-        if row.gpu_peers is not None:
-            yield Contender(f"{row.name}8bit", row, row.source(8, **row.gpu_options))
-            for peer in row.gpu_peers:
-                yield Contender(f"{peer.library} {peer.cls}", row, peer)
+        if row.gpu_peers is None:
+            continue
+        yield Contender(f"{row.name}8bit", row, row.source(8, **row.gpu_options))
+        for form in row.forms:
+            if form.dtype == torch.float32:
+                options = {**row.gpu_options, **form.options}
+                yield Contender(row.form_name(form), row, row.source(form.bits, **options))
+        for form_name, source in row.of_torch().items():
+            if form_name:
+                yield Contender(f"torch {row.name} {form_name}", row, source)
+        for peer in row.gpu_peers:
+            yield Contender(f"{peer.library} {peer.cls}", row, peer)
 
 
 CONTENDERS = {contender.name: contender for contender in _contenders()}
@@ -182,31 +180,35 @@ def check(names: list[str], device: torch.device, console: Console) -> dict[str,
     return errors
 
 
-def show(console: Console, rows: list[dict[str, Any]]) -> None:
-    """A short table: every row beside this package's of the same family and workload."""
-    table = Table("workload", "dtype", "optimizer", "ms", "q25..q75", "GB/s", "of copy", "vs ours")
-    ours = {(r["workload"], r["dtype"], r["family"]): r for r in rows if r["ours"]}
+def cells(found: Mapping[str, Any], dtype: str) -> tuple[list[str], list[list[str]]]:
+    """Head and rows of a table of one dtype: an optimizer each, a workload in each column.
+
+    A cell has the median's milliseconds per billion elements, and of the copy's bytes per second
+    the share.
+    """
+    rows = [row for row in found["rows"] if row["dtype"] == dtype]
+    workloads = list(dict.fromkeys(row["workload"] for row in rows))
+    copy = max(found["copy_gb_per_s"])
+    timed: dict[str, dict[str, str]] = {}
     for row in rows:
-        spread = row["ms"]
-        own = ours.get((row["workload"], row["dtype"], row["family"]))
-        ratio = f"{spread['median'] / own['ms']['median']:.2f}x" if own else ""
-        table.add_row(
-            row["workload"], row["dtype"], row["optimizer"], f"{spread['median']:.3f}",
-            f"{spread['q25']:.3f}..{spread['q75']:.3f}", f"{row['gb_per_s']:.0f}",
-            f"{100 * row['of_copy']:.0f} %", ratio,
-        )  # fmt: skip
-    console.print(table)
+        scaled = row["ms"]["median"] * 1e9 / row["elements"]
+        cell = f"{scaled:.3g} ({row['gb_per_s'] / copy:.0%})"
+        timed.setdefault(row["optimizer"], {})[row["workload"]] = cell
+    return ["", *workloads], [
+        [name, *(by_workload.get(workload, "") for workload in workloads)]
+        for name, by_workload in timed.items()
+    ]
 
 
-def _too_large(
-    tensors: tuple[shapes.Shape, ...], dtype: torch.dtype, device: torch.device
-) -> str | None:
-    """What is needed for parameters, gradients and two fp32 moments, if the GPU has less."""
-    if device.type != "cuda":
-        return None
-    needed = (2 * dtype.itemsize + 8) * shapes.elements(tensors)
-    free, _ = torch.cuda.mem_get_info(device)
-    return f"needs {needed / 2**30:.0f} GiB" if needed > free else None
+def show(console: Console, found: Mapping[str, Any]) -> None:
+    """A table for each dtype."""
+    for dtype in DTYPES:
+        head, rows = cells(found, dtype)
+        table = Table(*head, title=f"{dtype}: ms per 1e9 elements (share of a copy's bytes/s)")
+        for row in rows:
+            table.add_row(*row)
+        if rows:
+            console.print(table)
 
 
 def run(
@@ -216,42 +218,43 @@ def run(
     device: torch.device,
     rounds: int,
     console: Console,
+    keep: Callable[[Mapping[str, Any]], None],
 ) -> dict[str, Any]:
-    """Time every combination; what cannot be run is named with the reason."""
-    rows: list[dict[str, Any]] = []
-    skipped: dict[str, str] = {}
+    """Time every combination; what cannot be run is named with the reason.
+
+    Args:
+        keep: called with all that was found so far, after every combination.
+    """
     on_gpu = device.type == "cuda"
     size = 1 << 30 if on_gpu else 1 << 18  # 8.6 GB moved
     copies = [measure.copy_gb_per_s(device, size)]
-    for workload, tensors in workloads.items():
-        for dtype in dtypes:
-            for name in names:
-                contender, label = CONTENDERS[name], f"{name}, {workload}, {dtype}"
-                why = contender.missing() or _too_large(tensors, DTYPES[dtype], device)
-                if why is not None:
-                    skipped[label] = why
-                    continue
-                try:
-                    found = time_one(contender, tensors, DTYPES[dtype], device, rounds)
-                except (RuntimeError, TypeError, ValueError, NotImplementedError) as error:
-                    if contender.ours:
-                        raise
-                    skipped[label] = f"{type(error).__name__}: {error}".splitlines()[0]
-                    continue
-                finally:
-                    gc.collect()
-                    if on_gpu:
-                        torch.cuda.empty_cache()
-                rows.append({
-                    "workload": workload, "dtype": dtype, "optimizer": name,
-                    "family": contender.row.name, "ours": contender.ours, **found,
-                })  # fmt: skip
-                console.print(f"{label}: {found['ms']['median']:.3f} ms")
-        copies.append(measure.copy_gb_per_s(device, size))
-    best = max(copies)
-    for row in rows:
-        row["of_copy"] = round(row["gb_per_s"] / best, 3)
-    return {"copy_gb_per_s": [round(x, 1) for x in copies], "rows": rows, "skipped": skipped}
+    rows: list[dict[str, Any]] = []
+    skipped: dict[str, str] = {}
+    found: dict[str, Any] = {"copy_gb_per_s": copies, "rows": rows, "skipped": skipped}
+    for workload, dtype, name in itertools.product(workloads, dtypes, names):
+        contender, label = CONTENDERS[name], f"{name}, {workload}, {dtype}"
+        tensors = workloads[workload]
+        why = contender.missing()
+        if why is not None:
+            skipped[label] = why
+            continue
+        try:
+            timed = time_one(contender, tensors, DTYPES[dtype], device, rounds)
+        except (RuntimeError, TypeError, ValueError, NotImplementedError) as error:
+            if contender.ours and not isinstance(error, torch.OutOfMemoryError):
+                raise
+            skipped[label] = f"{type(error).__name__}: {error}".splitlines()[0]
+            continue
+        finally:
+            gc.collect()
+            if on_gpu:
+                torch.cuda.empty_cache()
+        rows.append({"workload": workload, "dtype": dtype, "optimizer": name, **timed})
+        console.print(f"{label}: {timed['ms']['median']:.3f} ms")
+        keep(found)
+    copies.append(measure.copy_gb_per_s(device, size))
+    keep(found)
+    return found
 
 
 def main(
@@ -260,8 +263,15 @@ def main(
     dtype: Annotated[list[str] | None, typer.Option(help="bf16, fp32; repeatable")] = None,
     rounds: Annotated[int, typer.Option(min=1, help="timed steps of each")] = 20,
     out: Annotated[Path | None, typer.Option(help="folder for gpu.json")] = None,
+    markdown: Annotated[
+        Path | None, typer.Option(help="print this result file's tables and time nothing")
+    ] = None,
 ) -> None:
     """Check, then time, on the GPU."""
+    if markdown is not None:
+        found = json.loads(markdown.read_text(encoding="utf-8"))
+        print("\n\n".join(f"{x}:\n\n{tables.markdown(*cells(found, x), True)}" for x in DTYPES))
+        return
     console = Console(width=120)
     if not torch.cuda.is_available():
         console.print("no GPU: nothing is measured")
@@ -272,20 +282,20 @@ def main(
         dtypes = arguments.known("dtype", dtype or DTYPES, DTYPES)
     device = torch.device("cuda")
     errors = check(names, device, console)
-    found = run(names, {x: WORKLOADS[x] for x in workloads}, dtypes, device, rounds, console)
     options = {"optimizer": optimizer, "workload": workload, "dtype": dtype, "rounds": rounds}
-    written = {
-        **report.origin("benchmarks.speed.gpu", options),
-        "errors": errors,
-        **found,
-    }
-    folder = out or Path(os.environ.get("OUT") or report.LOCAL)
-    report.write_json(folder / "gpu.json", written)
+    head = {**report.origin("benchmarks.speed.gpu", options), "errors": errors}
+    path = (out or Path(os.environ.get("OUT") or report.LOCAL)) / "gpu.json"
+
+    def keep(found: Mapping[str, Any]) -> None:
+        report.write_json(path, {**head, **found})
+
+    chosen = {x: WORKLOADS[x] for x in workloads}
+    found = run(names, chosen, dtypes, device, rounds, console, keep)
     for label, why in found["skipped"].items():
         console.print(f"left out: {label}: {why}")
-    console.print(f"copy: {', '.join(str(x) for x in found['copy_gb_per_s'])} GB/s")
-    console.print(f"results: {folder / 'gpu.json'}", soft_wrap=True)
-    show(console, found["rows"])
+    copies = ", ".join(f"{x:.0f}" for x in found["copy_gb_per_s"])
+    console.print(f"copy: {copies} GB/s; results: {path}", soft_wrap=True)
+    show(console, found)
 
 
 if __name__ == "__main__":
