@@ -173,12 +173,12 @@ for chip in (CHIPS["sm_90"], CHIPS["gfx942"]):
             found = count(kernel, 1)
             print(chip.name, name, blocks, whole, align, short, found.widest_load, found.narrow)
             assert found.spills == 0
-            assert (found.widest_load == 16) == (align > 1)
+            assert found.widest_load == 16 or align == 1  # its tables' may be wide
             assert (found.narrow == 0) == (align > 1)
-    adam = rounded(RULES["AdamW"], RATIO8, True)
-    for blocks, whole, short in tiles:
+    for name, (blocks, whole, short) in product(("AdamW", "LAMB"), tiles):
         kind = (bf16, bf16, RATIO8, whole, 1, PLAIN, False, blocks, short)
-        assert count(engine.compile_for(target, adam, "update", kind), 1).spills == 0, kind
+        rounds = rounded(RULES[name], RATIO8, True)
+        assert count(engine.compile_for(target, rounds, "update", kind), 1).spills == 0, kind
 """
 
 

@@ -222,9 +222,10 @@ def pieces(kinds: Sequence[Kind]) -> list[int]:
     """Blocks of a tile that a program updates at a time, for each kind.
 
     A kernel takes the registers of its largest kind, and with more of them fewer programs share a
-    multiprocessor. So only the best aligned whole tiles of the narrowest state are updated at once,
-    the others in halves, and unaligned blocks, which are read element by element, beside aligned
-    ones in quarters, short ones in eighths. (Each piece brings tables into shared memory.)
+    multiprocessor. So only the best aligned whole tiles of the narrowest state, or a kind without
+    others, are updated at once, the rest in halves, and unaligned blocks, which are read element by
+    element, in halves too and beside aligned ones in quarters, short ones in eighths. (Each piece
+    brings tables into shared memory.)
     """
     lightest = min(((kind.format.bits, -kind.align) for kind in kinds if kind.whole), default=None)
     aligned = any(kind.align > 1 for kind in kinds)
@@ -232,7 +233,8 @@ def pieces(kinds: Sequence[Kind]) -> list[int]:
     def of(kind: Kind) -> int:
         light = kind.whole and (kind.format.bits, -kind.align) == lightest
         heavy = aligned and kind.align == 1
-        parts = 1 if light or len(kinds) == 1 else (8 if kind.short else 4) if heavy else 2
+        at_once = kind.align > 1 and (light or len(kinds) == 1)
+        parts = 1 if at_once else (8 if kind.short else 4) if heavy else 2
         return max(1, kind.in_tile // parts)
 
     return [of(kind) for kind in kinds]
