@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import lowbit_optim
-from lowbit_optim_kernels import dispatch
+from lowbit_optim_kernels import dispatch, step_plan
 from protocol import (
     BY_ENGINE,
     all_parameters,
@@ -37,6 +37,13 @@ def reused(monkeypatch):
 
     monkeypatch.setattr(dispatch, "step", spy)
     return seen
+
+
+@pytest.fixture(params=["at once", "one by one"])
+def looking(request, monkeypatch):
+    """How tensors are looked at: as torch.compile does, or as with a version that is not known."""
+    if request.param == "one by one":
+        monkeypatch.setattr(step_plan, "_guards", lambda tensors: lambda *others: False)
 
 
 def swap_data(optimizer):
@@ -144,6 +151,7 @@ CHANGES = [
 
 @pytest.mark.parametrize("engine", ["numba", "torch"])
 @pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.__name__)
+@pytest.mark.usefixtures("looking")
 def test_a_change_is_seen(change, engine):
     """The same as with an optimizer that looks at everything in every step."""
     with lowbit_optim.use_engine(engine):
@@ -176,6 +184,7 @@ def test_a_parameter_is_updated_as_it_is_read(change, engine):
     assert identical(snapshot(changed)["params"], snapshot(plain)["params"])
 
 
+@pytest.mark.usefixtures("looking")
 def test_nothing_new_is_found_again(reused):
     """Also with other gradients, another lr and other betas."""
     optimizer = build()
@@ -183,6 +192,18 @@ def test_nothing_new_is_found_again(reused):
     change_numbers(optimizer)
     train(optimizer, 2)
     assert reused == [[False], [True], [True], [True]]
+
+
+@pytest.mark.skipif(torch.__version__ >= "2.16", reason="torch's own check is not known there")
+def test_tensors_that_are_as_before_are_looked_at_at_once(monkeypatch):
+    optimizer = build()
+    train(optimizer, 2)
+    monkeypatch.setattr(step_plan, "_COLUMNS", ())  # as many as were kept are needed
+    train(optimizer, 2)
+    give_gradients(all_parameters(optimizer), 0)
+    all_parameters(optimizer)[0].requires_grad_(False)
+    with pytest.raises(ValueError, match="zip"):
+        optimizer.step()
 
 
 GRADIENTS = {
@@ -195,6 +216,7 @@ GRADIENTS = {
 
 @pytest.mark.skipif(not hasattr(torch.Tensor, "grad_dtype"), reason="needs torch.Tensor.grad_dtype")
 @pytest.mark.parametrize("kind", GRADIENTS)
+@pytest.mark.usefixtures("looking")
 def test_another_kind_of_gradient_is_seen(kind, reused):
     made = []
     for thorough in (False, True):
