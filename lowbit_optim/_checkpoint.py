@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.optim import Optimizer
 
 from lowbit_optim_kernels.formats import Format
 from lowbit_optim_kernels.plan import STEP_DTYPE
@@ -128,13 +129,13 @@ def check_groups(groups: Any) -> None:
                 raise ValueError(f"{where} lists the parameter {index!r}, which is none")
 
 
-def merged_groups(
-    groups: list[dict[str, Any]], state_dict: Mapping[str, Any], name: str
-) -> list[dict[str, Any]]:
-    """Saved groups with the current parameters, storage settings and any key they lack.
+def merged_groups(optimizer: Optimizer, state_dict: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Saved groups with the current parameters, storage settings and any setting they lack.
 
-    A run of an earlier version goes on as it was, without dither.
+    What else a group has is the file's alone, as in torch: an `initial_lr` that stayed would be the
+    base of schedulers made later. A run of an earlier version goes on as it was, without dither.
     """
+    groups, name = optimizer.param_groups, type(optimizer).__name__
     saved = state_dict["param_groups"]
     head = state_dict.get(KEY)
     lacking = {"dither": False} if head is not None and head["format_version"] == 1 else {}
@@ -150,8 +151,9 @@ def merged_groups(
                 f"that of this {name} has {len(group['params'])}"
             )
         kept = {key: group[key] for key in ("params", *STORAGE_SETTINGS) if key in group}
+        own = {key: group[key] for key in (*optimizer.defaults, "param_names") if key in group}
         settings = {key: copied(value) for key, value in old.items()}
-        merged.append({**group, **lacking, **settings, **kept})
+        merged.append({**own, **lacking, **settings, **kept})
     return merged
 
 

@@ -76,7 +76,7 @@ class LoadsState(KeepsState):
         _checkpoint.check_header(state_dict, self.family, self.defaults)
         for index, group in enumerate(self.param_groups):
             self._settings.settle(index, group)
-        groups = _checkpoint.merged_groups(self.param_groups, state_dict, type(self).__name__)
+        groups = _checkpoint.merged_groups(self, state_dict)
         for index, group in enumerate(groups):
             with _checkpoint.refusing(f"parameter group {index} of state_dict"):
                 self._check(resolved({**self.defaults, **group}))

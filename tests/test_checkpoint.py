@@ -241,12 +241,20 @@ def test_odd_settings_of_storage_do_no_harm(key):
 def test_hyperparameters_come_from_the_state_dict_and_storage_stays():
     saved = lowbit_optim.AdamW8bit(parameters(), lr=0.5, betas=(0.5, 0.6), min_8bit_size=7)
     loaded = lowbit_optim.AdamW(parameters(), lr=0.1, optim_bits=32, min_8bit_size=100)
-    loaded.param_groups[0]["initial_lr"] = 0.1
     loaded.load_state_dict(saved.state_dict())
     group = loaded.param_groups[0]
     assert (group["lr"], group["betas"]) == (0.5, (0.5, 0.6))
     assert (group["optim_bits"], group["min_8bit_size"]) == (32, 100)
-    assert group["initial_lr"] == 0.1
+
+
+def test_a_scheduler_before_loading_leaves_nothing_to_one_made_after_it():
+    """As where a search for a learning rate ends."""
+    optimizer = lowbit_optim.SGD(parameters(), lr=0.5)
+    before = optimizer.state_dict()
+    optimizer.param_groups[0].update(lr=1e-7, initial_lr=1e-7)
+    optimizer.load_state_dict(before)
+    assert optimizer.state_dict() == before
+    assert torch.optim.lr_scheduler.ConstantLR(optimizer).base_lrs == [0.5]
 
 
 @CLASSES

@@ -39,7 +39,7 @@ def as_ours(optimizer: KeepsState, state_dict: Any) -> Any:
         groups = [library.group(group, family) for group in state_dict["param_groups"]]
     converted = {**state_dict, "param_groups": groups, "state": dict(state_dict["state"])}
     exact: dict[Any, bool] = {}
-    merged = _checkpoint.merged_groups(optimizer.param_groups, converted, name)
+    merged = _checkpoint.merged_groups(optimizer, converted)
     for group, old in zip(merged, groups, strict=True):
         for p, index in zip(group["params"], old["params"], strict=True):
             saved = state_dict["state"].get(index)
