@@ -101,6 +101,8 @@ class LoadsState(KeepsState):
 
     def _place(self, p: Tensor) -> tuple[int, int]:
         """What `state_dict()` calls a parameter, and its group's index."""
+        if not isinstance(p, Tensor):
+            raise TypeError(f"a parameter must be a tensor; got {p!r}")
         if p not in self._places:
             listed = [(p, i) for i, group in enumerate(self.param_groups) for p in group["params"]]
             self._places = {}

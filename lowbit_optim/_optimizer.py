@@ -208,7 +208,7 @@ class LowBitOptimizer(LoadsState):
         its = self.param_groups[index]
         if group is not None and group is not its:
             raise ValueError(f"group must be that of the parameter, parameter group {index}")
-        if i is not None and not (0 <= i < len(its["params"]) and its["params"][i] is p):
+        if i is not None and not (i in range(len(its["params"])) and its["params"][i] is p):
             raise ValueError(f"i must be the parameter's place in its group; got {i!r}")
         if p.grad is not None:
             self._step_some([p])

@@ -90,7 +90,7 @@ def release_gradients(
 
 
 def _check_model(model: nn.Module) -> None:
-    _checks.module(model)
+    _checks.module("model", model)
     if any(isinstance(x, nn.parallel.DistributedDataParallel) for x in model.modules()):
         raise ValueError(
             "gradients cannot be released under DistributedDataParallel, which adds those of all "
