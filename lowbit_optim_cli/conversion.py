@@ -198,6 +198,11 @@ def convert(
     """
     if target.exists():
         raise Refused(f"{target} exists; name a file that does not")
+    if source.is_dir():
+        raise Refused(
+            f"{source} is a folder; `python -m torch.distributed.checkpoint.format_utils "
+            "dcp_to_torch FOLDER FILE` makes a file of a distributed checkpoint (DCP)"
+        )
     if format is not None and format not in FORMATS:
         raise Refused(f"--format must be one of {', '.join(FORMATS)}; got {format!r}")
     if not target.parent.is_dir():

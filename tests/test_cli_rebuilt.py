@@ -5,6 +5,8 @@ Its state dicts call parameters by their names in the model, and have no header.
 
 import pytest
 import torch
+from torch.distributed import checkpoint
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_optimizer_state_dict
 
 import lowbit_optim
@@ -73,3 +75,14 @@ def test_what_is_converted_loads_by_names(tmp_path, to, fresh):
     else:
         here = lowbit_optim.to_torch_state_dict(optimizer)
         assert_equal(theirs.state_dict()["state"], here["state"])
+
+
+@pytest.mark.filterwarnings("ignore:.*(single process|no_dist)")
+def test_a_dcp_folder_is_made_a_file_first(tmp_path):
+    _, _, state = rebuilt(tmp_path / "run.pt")
+    folder, file, new = (tmp_path / name for name in ("folder", "file.pt", "new.pt"))
+    checkpoint.save({"optimizer": state}, checkpoint_id=folder)
+    assert "dcp_to_torch" in refused("convert", folder, new, "--to", "lowbit")
+    dcp_to_torch_save(folder, file)
+    same = converted(file, new, "--to", "lowbit", "--optimizer", "LAMB")
+    assert_equal(same["state"], dict(state["state"]))
