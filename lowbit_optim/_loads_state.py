@@ -43,10 +43,10 @@ class LoadsState(KeepsState):
         """Load a state dict of this class, or of its torch.optim or bitsandbytes counterpart.
 
         Hyperparameters come from `state_dict`; how state is stored (`optim_bits`, `state_format`,
-        `min_8bit_size`) stays as this optimizer was built, and moments are quantized or dequantized
-        to fit. Codes and scales of the right layout are copied bit for bit. A state dict of
-        bitsandbytes, or of torchao's low-bit Adam or AdamW, is converted, with a UserWarning that
-        says so.
+        `min_8bit_size`, `master_weight_bits`) stays as this optimizer was built, and moments are
+        quantized or dequantized to fit. Codes and scales of the right layout are copied bit for
+        bit. A state dict of bitsandbytes, or of torchao's low-bit Adam or AdamW, is converted, with
+        a UserWarning that says so.
 
         Args:
             state_dict: as returned by `state_dict()`.

@@ -170,6 +170,7 @@ class LowBitOptimizer(LoadsState):
             What the closure returned, or None.
 
         Raises:
+            ValueError, TypeError: for settings that no step can run with.
             RuntimeError: for a sparse gradient, a gradient on another device than its parameter,
                 or an engine that was asked for and cannot run a parameter.
         """
