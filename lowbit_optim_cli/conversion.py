@@ -121,11 +121,14 @@ def _storage(
     state_dict: Mapping[str, Any], group: Mapping[str, Any], format: str | None
 ) -> dict[str, Any]:
     """How a group's moments are kept: as asked, as its own library says, or as they are."""
-    if format is not None:
-        return {"state_format": format}
     of = library(state_dict)
-    if of == "lowbit_optim":
-        return {key: group[key] for key in _checkpoint.STORAGE_SETTINGS if key in group}
+    own = {key: group[key] for key in _checkpoint.STORAGE_SETTINGS if key in group}
+    kept = own if of == "lowbit_optim" else {}
+    if format is not None:
+        kept.pop("optim_bits", None)  # which the format decides
+        return {**kept, "state_format": format}
+    if kept:
+        return kept
     tensors = checkpoints.tensors(state_dict["state"])
     coded = of != TORCH and any(x.itemsize == 1 for x in tensors)
     return {"state_format": "dynamic8" if coded else "float32"}

@@ -1,6 +1,7 @@
-"""`lowbit-optim inspect` and `convert` on what `get_state_dict` of torch.distributed has rebuilt.
+"""`lowbit-optim convert`: what it keeps, above all of what `get_state_dict` has rebuilt.
 
-Its state dicts call parameters by their names in the model, and have no header.
+The state dicts of that function of torch.distributed call parameters by their names in the model,
+and have no header.
 """
 
 import pytest
@@ -10,7 +11,7 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_optimizer_state_dict
 
 import lowbit_optim
-from test_cli_checkpoints import assert_equal, converted, inspected
+from test_cli_checkpoints import assert_equal, converted, inspected, parameters, saved, stepped
 from test_cli_estimate import refused
 
 pytestmark = pytest.mark.filterwarnings("ignore:TypedStorage is deprecated")  # of torch 2.7
@@ -75,6 +76,18 @@ def test_what_is_converted_loads_by_names(tmp_path, to, fresh):
     else:
         here = lowbit_optim.to_torch_state_dict(optimizer)
         assert_equal(theirs.state_dict()["state"], here["state"])
+
+
+def test_another_format_changes_nothing_else(tmp_path):
+    params = parameters(torch.bfloat16)
+    kept = {"min_8bit_size": 1, "master_weight_bits": 24}
+    optimizer = stepped(lowbit_optim.AdamW8bit, "AdamW", params, **kept)
+    run = saved(tmp_path / "run.pt", optimizer)
+    new = converted(run, tmp_path / "new.pt", "--to", "lowbit", "--format", "ratio4")
+    assert kept.items() <= new["param_groups"][0].items()
+    for key, now in new["state"].items():
+        assert torch.equal(now["master_residual"], optimizer.state[params[key]]["master_residual"])
+        assert now["exp_avg_and_sq"].dtype == torch.uint8
 
 
 @pytest.mark.filterwarnings("ignore:.*(single process|no_dist)")
