@@ -51,7 +51,7 @@ def release_gradients(
 
     Raises:
         ValueError, TypeError: for `accumulate` > 1, a model under DistributedDataParallel, Cain or
-            LearnedGradient, or an optimizer whose gradients are released already.
+            LearnedGradient, or an optimizer or a parameter that is released already.
         RuntimeError: by a hook or `step()`: for a second backward pass before `step()`, or under a
             GradScaler.
 
