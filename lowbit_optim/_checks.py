@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import sys
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from numbers import Integral, Real
 from typing import Any
 
@@ -112,10 +112,16 @@ def optional_flag(name: str, value: Any) -> None:
         flag(name, value)
 
 
-def module(value: Any) -> None:
-    """Refuse what is no model."""
+def module(name: str, value: Any) -> None:
+    """Refuse what is no module."""
     if not isinstance(value, torch.nn.Module):
-        raise TypeError(f"model must be a torch.nn.Module; got {type(value).__name__}")
+        raise TypeError(f"{name} must be a torch.nn.Module; got {type(value).__name__}")
+
+
+def several(name: str, value: Any, what: str) -> None:
+    """Refuse what cannot be walked through, and a string."""
+    if isinstance(value, str) or not isinstance(value, Iterable):
+        raise TypeError(f"{name} must be {what}; got {value!r}")
 
 
 def one_of(name: str, value: Any, allowed: tuple[Any, ...]) -> None:

@@ -127,11 +127,14 @@ class Eden:
             ValueError, TypeError: if it lacks an entry, has one that is not allowed, or is of an
                 optimizer with another number of parameter groups; nothing has been changed then.
         """
+        if not isinstance(state_dict, Mapping):
+            raise TypeError(f"state_dict of Eden must be a dict, got {state_dict!r}")
         missing = [key for key in STATE if key not in state_dict]
         if missing:
             raise ValueError(f"state_dict of Eden has no {', '.join(map(repr, missing))}")
         groups = self._groups()
-        base_lrs = list(state_dict.get("base_lrs", (float(g["initial_lr"]) for g in groups)))
+        base_lrs = state_dict.get("base_lrs", [float(g["initial_lr"]) for g in groups])
+        _checks.several("base_lrs", base_lrs, "numbers")
         if len(base_lrs) != len(groups):
             raise ValueError(
                 f"state_dict has base_lrs for {len(base_lrs)} parameter groups, the optimizer has "

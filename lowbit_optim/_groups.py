@@ -58,7 +58,7 @@ def parameter_groups(
         Dettmers, Lewis, Shleifer, Zettlemoyer, "8-bit Optimizers via Block-wise Quantization",
         arXiv:2110.02861 (2021).
     """
-    _checks.module(model)
+    _checks.module("model", model)
     _checks.number("weight_decay", weight_decay, 0.0)
     _checks.one_of("embedding_bits", embedding_bits, (4, 8, 32, None))
     _checks.flag("decay_embeddings", decay_embeddings)
@@ -100,11 +100,10 @@ def _is_bias(name: str) -> bool:
 
 
 def _matching(names: list[str], patterns: Iterable[str]) -> set[str]:
-    if isinstance(patterns, str):
-        raise TypeError(f"no_decay must be several names, as in [{patterns!r}]; got a string")
+    _checks.several("no_decay", patterns, "several names, as in ['*.position']")
     found: set[str] = set()
     for pattern in patterns:
-        matches = {name for name in names if fnmatchcase(name, pattern)}
+        matches = {name for name in names if fnmatchcase(name, str(pattern))}
         if not matches:
             raise ValueError(f"no_decay names {pattern!r}, which is no parameter to be trained")
         found |= matches

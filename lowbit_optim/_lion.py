@@ -37,8 +37,8 @@ class Lion(LowBitOptimizer):
         Chen, Liang, Huang, Real, Wang, Liu, Pham, Dong, Luong, Hsieh, Lu, Le, "Symbolic
         Discovery of Optimization Algorithms", arXiv:2302.06675 (2023), Alg. 2.
 
-    Where it differs: whether bitsandbytes decouples the decay depends on its backend and on the
-    width of the state, and its 8-bit Lion on CPUs moves weights whose gradient is always zero;
+    Where it differs: up to bitsandbytes 0.49 its backend and the width of the state say whether it
+    decouples the decay, and its 8-bit Lion on CPUs moves weights whose gradient is always zero;
     here the decay is decoupled and such weights stay.
     """
 

@@ -43,10 +43,10 @@ class LoadsState(KeepsState):
         """Load a state dict of this class, or of its torch.optim or bitsandbytes counterpart.
 
         Hyperparameters come from `state_dict`; how state is stored (`optim_bits`, `state_format`,
-        `min_8bit_size`) stays as this optimizer was built, and moments are quantized or dequantized
-        to fit. Codes and scales of the right layout are copied bit for bit. A state dict of
-        bitsandbytes, or of torchao's low-bit Adam or AdamW, is converted, with a UserWarning that
-        says so.
+        `min_8bit_size`, `master_weight_bits`) stays as this optimizer was built, and moments are
+        quantized or dequantized to fit. Codes and scales of the right layout are copied bit for
+        bit. A state dict of bitsandbytes, or of torchao's low-bit Adam or AdamW, is converted, with
+        a UserWarning that says so.
 
         Args:
             state_dict: as returned by `state_dict()`.
@@ -101,6 +101,8 @@ class LoadsState(KeepsState):
 
     def _place(self, p: Tensor) -> tuple[int, int]:
         """What `state_dict()` calls a parameter, and its group's index."""
+        if not isinstance(p, Tensor):
+            raise TypeError(f"a parameter must be a tensor; got {p!r}")
         if p not in self._places:
             listed = [(p, i) for i, group in enumerate(self.param_groups) for p in group["params"]]
             self._places = {}

@@ -112,9 +112,9 @@ class GlobalOptimManager:
         Raises:
             TypeError: for anything else.
         """
-        for item in [params] if isinstance(params, Tensor) else params:
+        for item in _listed(params, "params"):
             members = item.get("params", [None]) if isinstance(item, dict) else [item]
-            for member in [members] if isinstance(members, Tensor) else members:
+            for member in _listed(members, "params"):
                 _require_tensor(member[-1] if isinstance(member, tuple) else member, "params")
 
     def override_config(
@@ -142,10 +142,10 @@ class GlobalOptimManager:
             >>> manager = GlobalOptimManager.get_instance()
             >>> manager.override_config(model.head.weight, "optim_bits", 32)
         """
-        if (key is None) == (key_value_dict is None):
+        if (key is None) == (key_value_dict is None) or (key is None and value is not None):
             raise ValueError("override_config takes either key and value, or key_value_dict")
         config = _checked({str(key): value} if key_value_dict is None else key_value_dict)
-        members = [parameters] if isinstance(parameters, Tensor) else list(parameters)
+        members = _listed(parameters, "parameters")
         for p in members:
             _require_tensor(p, "parameters")
         self._version = next(_counter)
@@ -166,9 +166,10 @@ class GlobalOptimManager:
             config: settings with their values.
 
         Raises:
-            ValueError: if the module has no such parameter, for a key that no optimizer has, or for
-                a value that is not allowed. Nothing has been overridden then.
+            ValueError, TypeError: if `module` is none or has no such parameter, for a key that no
+                optimizer has, or for a value that is not allowed. Nothing has been overridden then.
         """
+        _checks.module("module", module)
         if _parameter_of(module, param_name) is None:
             has = ", ".join(name for name, _ in module.named_parameters()) or "none"
             raise ValueError(
@@ -195,6 +196,14 @@ class GlobalOptimManager:
             return merged
 
         return find
+
+
+def _listed(value: Any, name: str) -> list[Any]:
+    """One tensor, or several things, as a list."""
+    if isinstance(value, Tensor):
+        return [value]
+    _checks.several(name, value, "tensors")
+    return list(value)
 
 
 def _require_tensor(value: Any, name: str) -> None:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from lowbit_optim_kernels.weights import RESIDUAL_KEY, as_integers, split
 
-from . import _sharding
+from . import _checks, _sharding
 from ._optimizer import LowBitOptimizer, require_own
 from ._saved import require_shape
 from ._state import compute_dtype
@@ -136,6 +136,7 @@ def _by_name(weights: Any, names: list[Name]) -> dict[Name, Tensor]:
             which = f"lack {missing}" if missing else f"have {sorted(map(str, extra))} beside them"
             raise ValueError(f"weights must have one tensor for each parameter; they {which}")
         return given
+    _checks.several("weights", weights, "tensors, in order or by name")
     tensors = list(weights)
     if len(tensors) != len(names):
         raise ValueError(

@@ -170,6 +170,7 @@ class LowBitOptimizer(LoadsState):
             What the closure returned, or None.
 
         Raises:
+            ValueError, TypeError: for settings that no step can run with.
             RuntimeError: for a sparse gradient, a gradient on another device than its parameter,
                 or an engine that was asked for and cannot run a parameter.
         """
@@ -208,7 +209,7 @@ class LowBitOptimizer(LoadsState):
         its = self.param_groups[index]
         if group is not None and group is not its:
             raise ValueError(f"group must be that of the parameter, parameter group {index}")
-        if i is not None and not (0 <= i < len(its["params"]) and its["params"][i] is p):
+        if i is not None and not (i in range(len(its["params"])) and its["params"][i] is p):
             raise ValueError(f"i must be the parameter's place in its group; got {i!r}")
         if p.grad is not None:
             self._step_some([p])

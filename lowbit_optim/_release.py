@@ -51,7 +51,7 @@ def release_gradients(
 
     Raises:
         ValueError, TypeError: for `accumulate` > 1, a model under DistributedDataParallel, Cain or
-            LearnedGradient, or an optimizer whose gradients are released already.
+            LearnedGradient, or an optimizer or a parameter that is released already.
         RuntimeError: by a hook or `step()`: for a second backward pass before `step()`, or under a
             GradScaler.
 
@@ -90,7 +90,7 @@ def release_gradients(
 
 
 def _check_model(model: nn.Module) -> None:
-    _checks.module(model)
+    _checks.module("model", model)
     if any(isinstance(x, nn.parallel.DistributedDataParallel) for x in model.modules()):
         raise ValueError(
             "gradients cannot be released under DistributedDataParallel, which adds those of all "

@@ -28,7 +28,7 @@ def embeddings_in_32_bits(model: nn.Module) -> list[str]:
         >>> embeddings_in_32_bits(model)
         ['embedding.weight']
     """
-    _checks.module(model)
+    _checks.module("model", model)
     manager = GlobalOptimManager.get_instance()
     found = []
     for name, module in model.named_modules():

@@ -8,7 +8,7 @@ from typing import Any
 from .errors import Refused, quiet, sentence
 from .footprint import TORCH_DTYPES, Model
 
-BATCH = re.compile(r"[0-9]+(x[0-9]+)+")
+BATCH = re.compile(r"[1-9][0-9]*(x[1-9][0-9]*)+")
 # What configurations call the width, the layers, their heads and the vocabulary.
 KEYS = (
     ("hidden_size", "n_embd", "d_model"),

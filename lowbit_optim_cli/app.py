@@ -255,8 +255,8 @@ def compare(
         list[str],
         typer.Option("--optimizer", "-o", help="an optimizer; repeatable", autocompletion=_names),
     ] = ["AdamW"],  # noqa: B006  # typer copies it
-    steps: Annotated[int, typer.Option(min=1, max=100_000)] = 300,
-    seed: Annotated[int, typer.Option(min=0, max=2**31)] = 0,
+    steps: Annotated[int, typer.Option(min=1, max=100_000, help="of each optimizer")] = 300,
+    seed: Annotated[int, typer.Option(min=0, max=2**31, help="of weights and batches")] = 0,
     as_json: AsJson = False,
 ) -> None:
     """Train and print the table."""

@@ -21,6 +21,7 @@ import lowbit_optim
 from lowbit_optim import LowBitOptimizer, _checkpoint
 from lowbit_optim._foreign.bitsandbytes import NESTED
 from lowbit_optim._foreign.load import LIBRARIES
+from lowbit_optim._optimizer import EVERYWHERE
 from lowbit_optim_kernels.formats import FORMATS, units
 from lowbit_optim_kernels.rules import Moment
 from lowbit_optim_kernels.weights import RESIDUAL_KEY
@@ -47,8 +48,12 @@ FAMILIES = sorted(
 
 
 def library(state_dict: Mapping[str, Any]) -> str:
-    """The library that wrote a state dict, or one whose layout is the same."""
-    if _checkpoint.KEY in state_dict:
+    """The library that wrote a state dict, or one whose layout is the same.
+
+    Of ours torch.distributed's `get_state_dict` leaves the header out, but not the settings.
+    """
+    groups = [group for group in state_dict["param_groups"] if isinstance(group, Mapping)]
+    if _checkpoint.KEY in state_dict or any(EVERYWHERE.keys() <= one.keys() for one in groups):
         return "lowbit_optim"
     return next((one.name for one in LIBRARIES if one.recognises(state_dict)), TORCH)
 
@@ -116,11 +121,14 @@ def _storage(
     state_dict: Mapping[str, Any], group: Mapping[str, Any], format: str | None
 ) -> dict[str, Any]:
     """How a group's moments are kept: as asked, as its own library says, or as they are."""
-    if format is not None:
-        return {"state_format": format}
     of = library(state_dict)
-    if of == "lowbit_optim":
-        return {key: group[key] for key in _checkpoint.STORAGE_SETTINGS if key in group}
+    own = {key: group[key] for key in _checkpoint.STORAGE_SETTINGS if key in group}
+    kept = own if of == "lowbit_optim" else {}
+    if format is not None:
+        kept.pop("optim_bits", None)  # which the format decides
+        return {**kept, "state_format": format}
+    if kept:
+        return kept
     tensors = checkpoints.tensors(state_dict["state"])
     coded = of != TORCH and any(x.itemsize == 1 for x in tensors)
     return {"state_format": "dynamic8" if coded else "float32"}
@@ -193,6 +201,11 @@ def convert(
     """
     if target.exists():
         raise Refused(f"{target} exists; name a file that does not")
+    if source.is_dir():
+        raise Refused(
+            f"{source} is a folder; `python -m torch.distributed.checkpoint.format_utils "
+            "dcp_to_torch FOLDER FILE` makes a file of a distributed checkpoint (DCP)"
+        )
     if format is not None and format not in FORMATS:
         raise Refused(f"--format must be one of {', '.join(FORMATS)}; got {format!r}")
     if not target.parent.is_dir():
@@ -249,7 +262,23 @@ def _converted(
             f"the bits beyond bf16 of its weights ({RESIDUAL_KEY}) are not in it; "
             "`lowbit_optim.master_weights` gives the weights with them"
         )
-    return new, lines
+    return _renamed(new, found.state_dict), lines
+
+
+def _renamed(new: Mapping[str, Any], old: Mapping[str, Any]) -> dict[str, Any]:
+    """A state dict whose parameters are called what they are in another one of the same groups."""
+    params = [group["params"] for group in old["param_groups"]]
+    names: dict[Any, Any] = {}
+    for group, its in zip(new["param_groups"], params, strict=True):
+        names.update(zip(group["params"], its, strict=True))
+    return {
+        **new,
+        "state": {names.get(key, key): one for key, one in new["state"].items()},
+        "param_groups": [
+            {**group, "params": list(its)}
+            for group, its in zip(new["param_groups"], params, strict=True)
+        ],
+    }
 
 
 def _write(value: Any, target: Path) -> None:

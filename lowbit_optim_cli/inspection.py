@@ -114,13 +114,13 @@ def _report(found: Found) -> Report:
         said.append(f"format version {head.get('format_version')}")
     groups = plural(len(state_dict["param_groups"]), "group")
     said.append(f"{plural(len(states), 'parameter')} with state in {groups}")
-    said += _formats(found, family) if library == "lowbit_optim" else []
+    said += _formats(found, family) if library == "lowbit_optim" and family else []
     said += _steps(states)
     said.append(f"{checkpoints.tensor_bytes(states):,} bytes")
     return Report(found.where, ", ".join(said), _kinds(tensors))
 
 
-def _formats(found: Found, family: str | None) -> list[str]:
+def _formats(found: Found, family: str) -> list[str]:
     """How many parameters are in which format, which the names and shapes of tensors say."""
     if family not in conversion.FAMILIES:
         return [f"an optimizer {family!r} that this version does not know"]

@@ -334,7 +334,7 @@ def test_a_fake_step_counts_activations(module):
     assert 32 * 1000 * 4 <= gigabytes * 1e9 <= 10 * 32 * 1000 * 4 + 1e6
     assert "does not work for" in refused("estimate", f"{name}:build", "--measure", "32x65")
     assert "needs a model that can be built" in refused("estimate", "4x4", "--measure", "2x4")
-    for shape in ("2", ""):
+    for shape in ("0x8", "2", ""):
         said = refused("estimate", "4x4", "--measure", shape)
         assert "must be the shape of a batch" in said
 

@@ -24,6 +24,7 @@ from protocol import (
 )
 
 NAN, INF = math.nan, math.inf
+EDEN = {"batch": 0, "epoch": 0, "base_lrs": 5}
 NOT_A_RATE = (-0.1, NAN, INF, 10**400, "0.1", None, True)
 EVERYWHERE = {
     "lr": (*NOT_A_RATE, torch.tensor([0.1, 0.1]), torch.tensor(-1.0), torch.tensor(NAN)),
@@ -97,6 +98,22 @@ def test_a_bad_argument_of_a_group_is_named_and_nothing_is_added(case, name, val
 def test_a_learning_rate_without_a_value():
     with pytest.raises(ValueError, match="lr must have a value"):
         lowbit_optim.SGD8bit(parameters(), lr=torch.tensor(0.1, device="meta"))
+
+
+@pytest.mark.parametrize(
+    ("call", "named"),
+    [
+        (lambda o: lowbit_optim.engine_for("cpu"), "tensor must be a torch.Tensor; got str"),
+        (lambda o: o.step_parameter(5), "a parameter must be a tensor; got 5"),
+        (lambda o: lowbit_optim.load_master_weights(o, 5), "weights must be tensors"),
+        (lambda o: lowbit_optim.Eden(o, 5, 5).load_state_dict(5), "state_dict of Eden must be"),
+        (lambda o: lowbit_optim.Eden(o, 5, 5).load_state_dict(EDEN), "base_lrs must be numbers"),
+        (lambda o: lowbit_optim.parameter_groups(torch.nn.ReLU(), no_decay=5), "no_decay must be"),
+    ],
+)
+def test_what_is_of_another_kind_is_named(call, named):
+    with pytest.raises(TypeError, match=named):
+        call(lowbit_optim.AdamW8bit([torch.zeros(3)]))
 
 
 def test_combinations_that_contradict_each_other():

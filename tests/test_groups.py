@@ -124,6 +124,7 @@ def test_an_optimizer_takes_them(with_names):
         ({"named": "yes"}, "named"),
         ({"no_decay": "position"}, "no_decay"),
         ({"no_decay": ["positions"]}, "no_decay names 'positions'"),
+        ({"no_decay": [5]}, "no_decay names 5"),
     ],
 )
 def test_bad_arguments(options, match):

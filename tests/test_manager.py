@@ -338,6 +338,10 @@ def test_arguments_of_the_wrong_kind(manager):
         manager.override_config(p)
     with pytest.raises(ValueError, match="either key and value, or key_value_dict"):
         manager.override_config(p, "lr", 0.1, {"lr": 0.1})
+    with pytest.raises(ValueError, match="either key and value, or key_value_dict"):
+        manager.override_config(p, value=0.1, key_value_dict={"lr": 0.2})
+    with pytest.raises(TypeError, match="parameters must be tensors; got 5"):
+        manager.override_config(5, "lr", 0.1)
     with pytest.raises(TypeError, match="parameters must be tensors; got str"):
         manager.override_config([p, "weight"], "lr", 0.1)
     with pytest.raises(TypeError, match="params must be tensors; got int"):
@@ -346,4 +350,7 @@ def test_arguments_of_the_wrong_kind(manager):
         manager.register_parameters([{"parameters": [p]}])
     with pytest.raises(TypeError, match="an override must be a dict"):
         manager.register_module_override(torch.nn.Linear(2, 2), "weight", 32)
+    with pytest.raises(TypeError, match=r"module must be a torch\.nn\.Module; got Parameter"):
+        manager.register_module_override(p, "weight", {"optim_bits": 32})
     assert not manager._parameters
+    assert not manager._modules

@@ -278,8 +278,9 @@ def test_trainers_hooks():
         optimizer.step_parameter(nn.Parameter(torch.ones(2)))
     with pytest.raises(ValueError, match="group must be that of the parameter, parameter group 0"):
         optimizer.step_parameter(p, {"params": [p]})
-    with pytest.raises(ValueError, match="i must be the parameter's place"):
-        optimizer.step_parameter(p, group, 0)
+    for i in (0, -1, "0"):
+        with pytest.raises(ValueError, match="i must be the parameter's place"):
+            optimizer.step_parameter(p, group, i)
 
 
 # What cannot be had.

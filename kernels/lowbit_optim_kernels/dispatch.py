@@ -96,8 +96,11 @@ def engine_for(tensor: Tensor) -> EngineChoice:
         EngineChoice with `name` ("triton", "numba" or "torch") and `reason`.
 
     Raises:
+        TypeError: for what is no tensor.
         RuntimeError: when an engine was asked for explicitly and cannot run this tensor.
     """
+    if not isinstance(getattr(tensor, "dtype", None), torch.dtype):
+        raise TypeError(f"tensor must be a torch.Tensor; got {type(tensor).__name__}")
     kind: type = type(getattr(tensor, "_local_tensor", tensor))
     return _resolve(*request(), tensor.device, tensor.dtype, kind)
 

@@ -47,7 +47,7 @@ class Engine:
 
     Attributes:
         name: what `use_engine` and LOWBIT_OPTIM_ENGINE call it.
-        module: what has its `start`, `quantize` and `dequantize`; relative to this package, or
+        module: what has its `start`, `encode` and `decode`; relative to this package, or
             absolute.
         requires: the module that it is built on, or None.
         devices: types of devices whose tensors it is the automatic choice for.

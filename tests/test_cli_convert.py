@@ -1,0 +1,101 @@
+"""`lowbit-optim convert`: what it keeps, above all of what `get_state_dict` has rebuilt.
+
+The state dicts of that function of torch.distributed call parameters by their names in the model,
+and have no header.
+"""
+
+import pytest
+import torch
+from torch.distributed import checkpoint
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_optimizer_state_dict
+
+import lowbit_optim
+from test_cli_checkpoints import assert_equal, converted, inspected, parameters, saved, stepped
+from test_cli_estimate import refused
+
+pytestmark = pytest.mark.filterwarnings("ignore:TypedStorage is deprecated")  # of torch 2.7
+
+
+def rebuilt(path, cls=lowbit_optim.LAMB8bit, **options):
+    """A model, an optimizer after two steps, and its rebuilt state dict, which is in a file."""
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(64, 300), torch.nn.Linear(300, 8))
+    optimizer = cls(model.parameters(), lr=1e-3, **options)
+    for _ in range(2):
+        model(torch.randn(4, 64)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    weights, state = get_state_dict(model, optimizer)
+    torch.save({"model": weights, "optimizer": state}, path)
+    return model, optimizer, state
+
+
+def test_inspect_knows_a_state_without_its_header(tmp_path):
+    rebuilt(tmp_path / "run.pt")
+    (state,) = inspected(tmp_path / "run.pt")
+    assert state["summary"].startswith(
+        "lowbit_optim (the optimizer is not named in it), 4 parameters with state in 1 group, after"
+    )
+
+
+def test_convert_asks_which_optimizer_it_is(tmp_path):
+    rebuilt(tmp_path / "run.pt")
+    said = refused("convert", tmp_path / "run.pt", tmp_path / "out.pt", "--to", "lowbit")
+    assert "is of lowbit_optim and does not say of which optimizer" in said
+
+
+def test_parameters_keep_their_names_and_moments_their_format(tmp_path):
+    _, _, state = rebuilt(tmp_path / "run.pt", state_format="ratio8")
+    same = converted(
+        tmp_path / "run.pt", tmp_path / "same.pt", "--to", "lowbit", "--optimizer", "LAMB"
+    )
+    assert same.pop("lowbit_optim")["optimizer"] == "LAMB"
+    assert_equal(same, dict(state))
+
+
+@pytest.mark.parametrize(
+    ("to", "fresh"),
+    [
+        (("lowbit", "--format", "ratio4"), lowbit_optim.AdamW4bit),
+        (("lowbit", "--format", "float32"), lowbit_optim.AdamW32bit),
+        (("torch",), torch.optim.AdamW),
+    ],
+)
+def test_what_is_converted_loads_by_names(tmp_path, to, fresh):
+    model, optimizer, state = rebuilt(tmp_path / "run.pt", lowbit_optim.AdamW8bit)
+    of = "--optimizer", "AdamW"
+    new = converted(tmp_path / "run.pt", tmp_path / "new.pt", "--to", *to, *of)
+    assert list(new["state"]) == list(state["state"])
+    theirs = fresh(model.parameters())
+    set_optimizer_state_dict(model, theirs, new)
+    if fresh is not torch.optim.AdamW:
+        here = fresh(model.parameters())
+        here.load_state_dict(optimizer.state_dict())
+        assert_equal(theirs.state_dict()["state"], here.state_dict()["state"])
+    else:
+        here = lowbit_optim.to_torch_state_dict(optimizer)
+        assert_equal(theirs.state_dict()["state"], here["state"])
+
+
+def test_another_format_changes_nothing_else(tmp_path):
+    params = parameters(torch.bfloat16)
+    kept = {"min_8bit_size": 1, "master_weight_bits": 24}
+    optimizer = stepped(lowbit_optim.AdamW8bit, "AdamW", params, **kept)
+    run = saved(tmp_path / "run.pt", optimizer)
+    new = converted(run, tmp_path / "new.pt", "--to", "lowbit", "--format", "ratio4")
+    assert kept.items() <= new["param_groups"][0].items()
+    for key, now in new["state"].items():
+        assert torch.equal(now["master_residual"], optimizer.state[params[key]]["master_residual"])
+        assert now["exp_avg_and_sq"].dtype == torch.uint8
+
+
+@pytest.mark.filterwarnings("ignore:.*(single process|no_dist)")
+def test_a_dcp_folder_is_made_a_file_first(tmp_path):
+    _, _, state = rebuilt(tmp_path / "run.pt")
+    folder, file, new = (tmp_path / name for name in ("folder", "file.pt", "new.pt"))
+    checkpoint.save({"optimizer": state}, checkpoint_id=folder)
+    assert "dcp_to_torch" in refused("convert", folder, new, "--to", "lowbit")
+    dcp_to_torch_save(folder, file)
+    same = converted(file, new, "--to", "lowbit", "--optimizer", "LAMB")
+    assert_equal(same["state"], dict(state["state"]))
