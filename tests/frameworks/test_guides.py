@@ -1,6 +1,7 @@
 """The pages of docs/guides, followed: their code runs as it stands there, from top to bottom."""
 
 import re
+import sys
 from pathlib import Path
 
 import pytest
@@ -82,10 +83,16 @@ def test_timm():
 
 
 @pytest.mark.filterwarnings("ignore:PagedAdamW8bit pages nothing:UserWarning")
-def test_coming_from_bitsandbytes():
+def test_coming_from_bitsandbytes(tmp_path, monkeypatch, capsys):
+    script = tmp_path / "train.py"  # which the page's patched.py is to start
+    script.write_text(
+        "import bitsandbytes, sys\nprint(bitsandbytes.optim.AdamW8bit.__module__, sys.argv[1:])\n"
+    )
+    monkeypatch.setattr(sys, "argv", ["patched.py", str(script), "--use_8bit_adam"])
     model = torch.nn.Module()
     model.embedding, model.body = torch.nn.Embedding(100, 64), torch.nn.Linear(64, 100)
     done = run("coming_from_bitsandbytes.md", model=model)
+    assert capsys.readouterr().out == "lowbit_optim.bitsandbytes.optim ['--use_8bit_adam']\n"
     assert type(done["optimizer"]) is optim.PagedAdamW8bit
     for p in model.parameters():
         p.grad = torch.ones_like(p)
