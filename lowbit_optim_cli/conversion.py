@@ -122,8 +122,8 @@ def _storage(
 ) -> dict[str, Any]:
     """How a group's moments are kept: as asked, as its own library says, or as they are."""
     of = library(state_dict)
-    own = {key: group[key] for key in _checkpoint.STORAGE_SETTINGS if key in group}
-    kept = own if of == "lowbit_optim" else {}
+    ours = _checkpoint.STORAGE_SETTINGS if of == "lowbit_optim" else ()
+    kept = {key: group[key] for key in ours if key in group}
     if format is not None:
         kept.pop("optim_bits", None)  # which the format decides
         return {**kept, "state_format": format}

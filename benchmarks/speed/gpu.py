@@ -223,7 +223,7 @@ def run(
     """Time every combination; what cannot be run is named with the reason.
 
     Args:
-        keep: called with all that was found so far, after every combination.
+        keep: called with all that was found so far, after everything that is timed.
     """
     on_gpu = device.type == "cuda"
     size = 1 << 30 if on_gpu else 1 << 18  # 8.6 GB moved
