@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 import lowbit_optim
-from lowbit_optim import LowBitOptimizer, _checkpoint
+from lowbit_optim import GlobalOptimManager, LowBitOptimizer, _checkpoint, _saved
 from lowbit_optim._foreign.bitsandbytes import NESTED
 from lowbit_optim._foreign.load import LIBRARIES
 from lowbit_optim._optimizer import EVERYWHERE
@@ -111,6 +111,8 @@ def rebuilt(found: Found, name: str, format: str | None = None) -> LowBitOptimiz
             )
         ]
         optimizer: LowBitOptimizer = getattr(lowbit_optim, name)(groups, lr=0.0)
+        if format is None:
+            _keep_formats(optimizer, state_dict, moments_of(name))
         optimizer.load_state_dict(state_dict)
     except (ValueError, TypeError, KeyError, AttributeError) as error:
         raise Refused(f"{found.where} cannot be read as {name}: {error}") from None
@@ -132,6 +134,33 @@ def _storage(
     tensors = checkpoints.tensors(state_dict["state"])
     coded = of != TORCH and any(x.itemsize == 1 for x in tensors)
     return {"state_format": "dynamic8" if coded else "float32"}
+
+
+def _keep_formats(
+    optimizer: LowBitOptimizer, state_dict: Mapping[str, Any], moments: tuple[Moment, ...]
+) -> None:
+    """Have every parameter kept in the format that its state is in, whatever its group's is.
+
+    An override may have decided it, of which a state dict has nothing else.
+    """
+    manager, of = GlobalOptimManager.get_instance(), library(state_dict)
+    for group, old in zip(optimizer.param_groups, state_dict["param_groups"], strict=True):
+        for p, index in zip(group["params"], old["params"], strict=True):
+            saved = state_dict["state"].get(index)
+            format = _format_of(saved, moments, of) if saved else None
+            if format is not None:
+                own = {"state_format": format, "min_8bit_size": 0}
+                manager.override_config(p, key_value_dict=own)
+
+
+def _format_of(saved: Mapping[str, Any], moments: tuple[Moment, ...], of: str) -> str | None:
+    """The format that a library's state of a parameter is in; None if it is in several."""
+    if of != "lowbit_optim":
+        coded = any(x.itemsize == 1 for x in checkpoints.tensors(saved))
+        return "dynamic8" if coded and of != TORCH else "float32"
+    there = _saved.saved_units(saved, _saved.known(saved, moments))
+    formats = {unit.format.name for unit in there if not unit.format.exact} or {"float32"}
+    return formats.pop() if len(formats) == 1 else None
 
 
 def _parameters(state_dict: Mapping[str, Any], name: str) -> Iterator[list[nn.Parameter]]:

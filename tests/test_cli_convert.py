@@ -90,6 +90,30 @@ def test_another_format_changes_nothing_else(tmp_path):
         assert now["exp_avg_and_sq"].dtype == torch.uint8
 
 
+@pytest.mark.parametrize("family", ["AdamW", "LARS"])
+def test_an_overridden_parameter_keeps_its_format(tmp_path, family):
+    params = parameters()
+    manager = lowbit_optim.GlobalOptimManager.get_instance()
+    manager.override_config(params[0], "optim_bits", 32)
+    optimizer = stepped(getattr(lowbit_optim, f"{family}8bit"), family, params)
+    same = converted(saved(tmp_path / "run.pt", optimizer), tmp_path / "same.pt", "--to", "lowbit")
+    assert_equal(same, optimizer.state_dict())
+
+
+def test_embeddings_in_32_bits_come_to_other_libraries_as_they_are(tmp_path):
+    params = parameters()
+    lowbit_optim.GlobalOptimManager.get_instance().override_config(params[0], "optim_bits", 32)
+    optimizer = stepped(lowbit_optim.AdamW8bit, "AdamW", params)
+    run = saved(tmp_path / "run.pt", optimizer)
+    theirs = converted(run, tmp_path / "theirs.pt", "--to", "bitsandbytes")
+    assert_equal(theirs["state"][0]["state1"], optimizer.state[params[0]]["exp_avg"])
+    ours = "--to", "lowbit", "--optimizer", "AdamW"
+    back = converted(tmp_path / "theirs.pt", tmp_path / "back.pt", *ours)
+    assert_equal(back["state"][0], optimizer.state_dict()["state"][0])
+    plain = converted(run, tmp_path / "torch.pt", "--to", "torch")
+    assert_equal(plain, lowbit_optim.to_torch_state_dict(optimizer))
+
+
 @pytest.mark.filterwarnings("ignore:.*(single process|no_dist)")
 def test_a_dcp_folder_is_made_a_file_first(tmp_path):
     _, _, state = rebuilt(tmp_path / "run.pt")
