@@ -88,6 +88,7 @@ def check_header(state_dict: Any, family: str, defaults: Mapping[str, Any]) -> N
                 f"state_dict is of another optimizer than {family!r}, which has no "
                 f"{', '.join(sorted(foreign))}"
             )
+        _check_momentum(state_dict)
         return
     if not isinstance(head, Mapping) or not {"format_version", "optimizer"} <= head.keys():
         raise ValueError(
@@ -106,6 +107,20 @@ def check_header(state_dict: Any, family: str, defaults: Mapping[str, Any]) -> N
             f"state_dict is of the optimizer {head['optimizer']!r} and cannot be loaded into "
             f"{family!r}"
         )
+
+
+def _check_momentum(state_dict: Mapping[str, Any]) -> None:
+    """Refuse a momentum that contains the learning rate, as that of timm's RMSpropTF does."""
+    for group in state_dict["param_groups"]:
+        states = map(
+            state_dict["state"].get, group["params"] if group.get("lr_in_momentum") else ()
+        )
+        if any(isinstance(one, Mapping) and "momentum_buffer" in one for one in states):
+            raise ValueError(
+                "state_dict has lr_in_momentum=True, as of timm's RMSpropTF: its momentum_buffer "
+                "contains the learning rate, which here it does not; delete momentum_buffer from "
+                "the states to begin with a new one"
+            )
 
 
 def _named(value: Any) -> str:
