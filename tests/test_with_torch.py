@@ -121,6 +121,17 @@ def test_a_step_in_inference_mode(case):
 
 
 @CLASSES
+@pytest.mark.parametrize("engine", ["torch", "numba"])
+def test_what_is_loaded_in_inference_mode_is_stepped_outside(case, engine):
+    with lowbit_optim.use_engine(engine):
+        source, target = build(case, 8, parameters()), build(case, 8, parameters())
+        train(source, 2)
+        with torch.inference_mode():
+            target.load_state_dict(source.state_dict())
+        train(target, 1)
+
+
+@CLASSES
 def test_weights_in_shared_memory(case):
     shared, own = parameters(), parameters()
     for p in shared:
