@@ -82,7 +82,8 @@ class LoadsState(KeepsState):
     def _checked(self, state_dict: dict[str, Any]) -> tuple[dict[str, Any], list[dict[str, Any]]]:
         """A state dict in this package's terms, and its groups; nothing has been changed."""
         state_dict = as_ours(self, state_dict)
-        _checkpoint.check_header(state_dict, self.family, self.defaults)
+        known = {key for group in (self.defaults, *self.param_groups) for key in group}
+        _checkpoint.check_header(state_dict, self.family, known)
         for index, group in enumerate(self.param_groups):
             self._settings.settle(index, group)
         groups = _checkpoint.merged_groups(self, state_dict)

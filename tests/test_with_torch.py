@@ -207,6 +207,17 @@ def test_numbers_of_numpy_do_not_spoil_a_checkpoint():
     assert type(group["lr"]) is float
 
 
+@CLASSES
+def test_a_setting_that_only_others_have_is_loaded_without_the_header(case):
+    """Trainers give every group `weight_decay`; torch.distributed.checkpoint leaves the header."""
+    groups = [{"params": parameters(), "weight_decay": 0.1}]
+    optimizer = train(build(case, 8, groups), 1)
+    saved = optimizer.state_dict()
+    del saved["lowbit_optim"]
+    optimizer.load_state_dict(saved)
+    assert optimizer.param_groups[0]["weight_decay"] == 0.1
+
+
 def test_a_list_of_a_configuration_is_taken_and_saved_as_a_list():
     """Those of OmegaConf and Hydra are sequences, and neither lists nor tuples."""
     betas = UserList([0.8, 0.9])
