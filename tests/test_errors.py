@@ -10,6 +10,7 @@ import pytest
 import torch
 
 import lowbit_optim
+import lowbit_optim.bitsandbytes
 from protocol import (
     BITS,
     CLASSES,
