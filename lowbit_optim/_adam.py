@@ -154,7 +154,8 @@ class AdamW(Adam):
     def _validate(self, group: Mapping[str, Any]) -> None:
         super()._validate(group)
         if not group["decoupled_weight_decay"]:
-            raise ValueError("decoupled_weight_decay must be True for AdamW; use Adam")
+            name = type(self).__name__
+            raise ValueError(f"decoupled_weight_decay must be True for {name}; use Adam")
 
 
 @fixed_bits(4)

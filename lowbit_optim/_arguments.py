@@ -95,7 +95,7 @@ def constructor(
     cls: T,
     defaults: Mapping[str, Any],
     without: Collection[str],
-    construct: Callable[[Callable[..., None], dict], None],
+    construct: Callable[[Callable[..., None], dict, str], None],
 ) -> T:
     """Give a class a constructor with its base's arguments, each of which is described.
 
@@ -103,7 +103,8 @@ def constructor(
         cls: the class.
         defaults: of arguments that have another default than the base's.
         without: arguments that it does not have.
-        construct: is handed the base's `__init__` and the arguments that were given, by name.
+        construct: is handed the base's `__init__`, the arguments that were given, by name, and the
+            name of the optimizer's class, which may be derived from this one.
     """
     fixed: Any = cls
     # Types, not their names: tools that build objects of a configuration look those up over here.
@@ -119,10 +120,10 @@ def constructor(
         try:
             bound = signature.bind(self, *args, **kwargs)
         except TypeError as error:
-            raise TypeError(f"{cls.__name__}: {error}") from None
+            raise TypeError(f"{type(self).__name__}: {error}") from None
         given = dict(bound.arguments)
         given.pop("self")
-        construct(super(fixed, self).__init__, given)
+        construct(super(fixed, self).__init__, given, type(self).__name__)
 
     __init__.__qualname__ = f"{cls.__name__}.__init__"
     __init__.__signature__ = signature  # type: ignore[attr-defined]  # what `inspect` goes by

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from numbers import Real
 from typing import Any, NamedTuple
@@ -69,8 +69,14 @@ def after_hooks(optimizer: Any, state_dict: Any) -> Any:
     return state_dict
 
 
-def check_header(state_dict: Any, family: str, defaults: Mapping[str, Any]) -> None:
-    """Refuse what is no state dict, one of a newer format or of another optimizer."""
+def check_header(state_dict: Any, family: str, known: Collection[str]) -> None:
+    """Refuse what is no state dict, one of a newer format or of another optimizer.
+
+    Args:
+        state_dict: what is to be loaded.
+        family: the optimizer's.
+        known: what its parameter groups hold; a user may have put more there than it reads.
+    """
     if not isinstance(state_dict, Mapping):
         raise ValueError(f"state_dict must be a dict, got {type(state_dict).__name__}")
     for key in ("state", "param_groups"):
@@ -82,12 +88,13 @@ def check_header(state_dict: Any, family: str, defaults: Mapping[str, Any]) -> N
     head = state_dict.get(KEY)
     if head is None:  # torch.optim's, or one that a checkpoint library has rebuilt
         foreign = {key for group in state_dict["param_groups"] for key in group}
-        foreign = foreign & _manager.settings() - defaults.keys()
+        foreign = (foreign & _manager.settings()).difference(known)
         if foreign:
             raise ValueError(
                 f"state_dict is of another optimizer than {family!r}, which has no "
                 f"{', '.join(sorted(foreign))}"
             )
+        _check_momentum(state_dict)
         return
     if not isinstance(head, Mapping) or not {"format_version", "optimizer"} <= head.keys():
         raise ValueError(
@@ -106,6 +113,20 @@ def check_header(state_dict: Any, family: str, defaults: Mapping[str, Any]) -> N
             f"state_dict is of the optimizer {head['optimizer']!r} and cannot be loaded into "
             f"{family!r}"
         )
+
+
+def _check_momentum(state_dict: Mapping[str, Any]) -> None:
+    """Refuse a momentum that contains the learning rate, as that of timm's RMSpropTF does."""
+    for group in state_dict["param_groups"]:
+        states = map(
+            state_dict["state"].get, group["params"] if group.get("lr_in_momentum") else ()
+        )
+        if any(isinstance(one, Mapping) and "momentum_buffer" in one for one in states):
+            raise ValueError(
+                "state_dict has lr_in_momentum=True, as of timm's RMSpropTF: its momentum_buffer "
+                "contains the learning rate, which here it does not; delete momentum_buffer from "
+                "the states to begin with a new one"
+            )
 
 
 def _named(value: Any) -> str:

@@ -15,6 +15,8 @@ from lowbit_optim_kernels import weights
 from lowbit_optim_kernels.dither import SEEDS
 from lowbit_optim_kernels.formats import FORMATS, OF_BITS
 
+LARGEST_INTEGER = 2**63 - 1  # that torch takes
+
 
 def is_number(value: Any) -> bool:
     """Whether a value is a real number: no flag, no tensor, no array."""
@@ -43,6 +45,8 @@ def number(
         lower = f"{'>' if open_low else '>='} {low:g}"
         upper = "" if high == math.inf else f" and {'<' if open_high else '<='} {high:g}"
         raise ValueError(f"{name} must be finite, {lower}{upper}; got {value!r}")
+    if isinstance(value, Integral) and abs(int(value)) > LARGEST_INTEGER:
+        raise ValueError(f"{name} must be a float beyond {LARGEST_INTEGER}; got {value!r}")
 
 
 def positive(name: str, value: Any, high: float = math.inf) -> None:
@@ -143,11 +147,10 @@ def bounds(name: str, value: Any) -> None:
         raise ValueError(f"{name} must have 0 <= low <= high; got {value!r}")
 
 
-def integer(name: str, value: Any, low: int, high: float = math.inf) -> None:
+def integer(name: str, value: Any, low: int, high: int = LARGEST_INTEGER) -> None:
     """Refuse what is not an integer in [low, high]."""
     if isinstance(value, bool) or not isinstance(value, Integral) or not low <= int(value) <= high:
-        upper = "" if high == math.inf else f" and <= {high}"
-        raise ValueError(f"{name} must be an integer >= {low}{upper}; got {value!r}")
+        raise ValueError(f"{name} must be an integer >= {low} and <= {high}; got {value!r}")
 
 
 def state_format(value: Any) -> None:

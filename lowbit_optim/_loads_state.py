@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -14,6 +15,13 @@ from ._foreign.load import as_ours
 from ._keeps_state import KeepsState
 from ._manager import Overrides
 from ._settings import Settings, resolved
+
+
+@contextmanager
+def _steppable() -> Iterator[None]:
+    """Make tensors that a later step may write, under `torch.inference_mode()`, too."""
+    with torch.inference_mode(False), torch.no_grad():
+        yield
 
 
 class LoadsState(KeepsState):
@@ -60,10 +68,11 @@ class LoadsState(KeepsState):
         # their shards would leave them waiting.
         with _sharding.agreeing(params) as its_saved:
             state_dict = _checkpoint.after_hooks(self, state_dict)
-            state_dict, groups = self._checked(state_dict)
+            with _steppable():
+                state_dict, groups = self._checked(state_dict)
             found = list(_checkpoint.saved_states(groups, state_dict))
             its_saved.update((one.p, one.state) for one in found)
-        with _sharding.agreeing(params):
+        with _sharding.agreeing(params), _steppable():
             state = self._states_from(found)
             state.update(_checkpoint.other_entries(state_dict))
         self.__setstate__({"state": defaultdict(dict, state), "param_groups": groups})
@@ -73,7 +82,8 @@ class LoadsState(KeepsState):
     def _checked(self, state_dict: dict[str, Any]) -> tuple[dict[str, Any], list[dict[str, Any]]]:
         """A state dict in this package's terms, and its groups; nothing has been changed."""
         state_dict = as_ours(self, state_dict)
-        _checkpoint.check_header(state_dict, self.family, self.defaults)
+        known = {key for group in (self.defaults, *self.param_groups) for key in group}
+        _checkpoint.check_header(state_dict, self.family, known)
         for index, group in enumerate(self.param_groups):
             self._settings.settle(index, group)
         groups = _checkpoint.merged_groups(self, state_dict)

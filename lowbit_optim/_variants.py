@@ -31,9 +31,8 @@ def fixed_bits(bits: int, keep_argument: bool = False) -> Callable[[T], T]:
 
     def fix(cls: T) -> T:
         base: Any = cls.__base__
-        name = cls.__name__
 
-        def construct(build: Callable[..., None], given: dict[str, Any]) -> None:
+        def construct(build: Callable[..., None], given: dict[str, Any], name: str) -> None:
             asked = given.pop("optim_bits", bits)
             _checks.optim_bits(asked)
             if asked != bits:

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 import lowbit_optim
+import lowbit_optim.bitsandbytes
 from protocol import (
     BITS,
     CLASSES,
@@ -25,13 +26,13 @@ from protocol import (
 
 NAN, INF = math.nan, math.inf
 EDEN = {"batch": 0, "epoch": 0, "base_lrs": 5}
-NOT_A_RATE = (-0.1, NAN, INF, 10**400, "0.1", None, True)
+NOT_A_RATE = (-0.1, NAN, INF, 2**63, 10**400, "0.1", None, True)
 EVERYWHERE = {
     "lr": (*NOT_A_RATE, torch.tensor([0.1, 0.1]), torch.tensor(-1.0), torch.tensor(NAN)),
     "weight_decay": NOT_A_RATE,
     "optim_bits": (3, 16, "8", None, True, torch.tensor([8, 8])),
     "state_format": ("dynamic9", 8, True, ["dynamic8"], "float32\n"),
-    "min_8bit_size": (-1, 4096.0, None),
+    "min_8bit_size": (-1, 2**63, 4096.0, None),
     "percentile_clipping": (-1, 101, 50.0, None),
     "max_unorm": NOT_A_RATE,
     "maximize": (None, "yes"),
@@ -56,6 +57,10 @@ SOMEWHERE = {
     "scale_at": ("Grad", None, 0, np.array(["grad", "lr"])),
     "zero_norm": ("two", None),
     "adapt": ("never", True),
+    "max_step_scale": (-1.0, 2**63),
+    "lr_est_period": (0, 2**63),
+    "t_alpha": (0, 2**63),
+    "warmup_steps": (-1, 2**63),
     "weight_norm_bounds": (1.0, (1.0,), (2.0, 1.0), (-1.0, 1.0), (0.0, NAN)),
 }
 
@@ -135,6 +140,8 @@ def test_bits_that_a_name_fixes():
         lowbit_optim.SGD8bit(parameters(), lr=0.1, optim_bits=8)
     with pytest.raises(ValueError, match=r"args\.optim_bits must be 32 for Adam32bit"):
         lowbit_optim.Adam32bit(parameters(), args=SimpleNamespace(optim_bits=8))
+    with pytest.raises(ValueError, match="optim_bits must be 32 for PagedAdam32bit"):
+        lowbit_optim.bitsandbytes.optim.PagedAdam32bit(parameters(), optim_bits=8)
 
 
 def test_args_are_checked_like_arguments():

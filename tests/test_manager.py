@@ -322,6 +322,20 @@ def test_what_an_optimizer_refuses_at_its_first_step(manager, config, match):
     assert identical(snapshot(optimizer), before)
 
 
+def test_what_modules_have_is_listed_by_bitsandbytes_name(manager):
+    model = two_layers()
+    config = {"optim_bits": 32}
+    manager.register_module_override(model[0], "weight", config)
+    manager.register_module_override(torch.nn.Linear(2, 2), "weight", config)  # collected at once
+    gc.collect()
+    ((module, name, listed),) = manager.module_weight_config_triple
+    assert module is model[0]
+    assert name == "weight"
+    assert listed == config
+    manager.initialize()
+    assert not manager.module_weight_config_triple
+
+
 def test_a_module_without_the_parameter(manager):
     norm = torch.nn.LayerNorm(4, elementwise_affine=False)
     for module, name in ((two_layers()[0], "weigth"), (norm, "weight"), (two_layers(), "2.weight")):

@@ -211,3 +211,20 @@ def test_a_state_that_does_not_fit_is_refused(bits, key):
     with pytest.raises(ValueError, match=rf"{key}.*\(7,\)"):
         loaded.load_state_dict(saved)
     assert not loaded.state
+
+
+def test_a_momentum_that_contains_the_rate_is_refused():
+    """That of timm's RMSpropTF, whose groups say so; without one its state loads."""
+    p = torch.nn.Parameter(torch.ones(SIZE))
+    p.grad = torch.ones(SIZE)
+    source = torch.optim.RMSprop([p], lr=LR, momentum=0.9)
+    source.step()
+    saved = source.state_dict()
+    optimizer = lowbit_optim.RMSprop8bit([p], lr=LR, momentum=0.9)
+    optimizer.load_state_dict(saved)
+    saved["param_groups"][0]["lr_in_momentum"] = True
+    with pytest.raises(ValueError, match="momentum_buffer contains the learning rate"):
+        optimizer.load_state_dict(saved)
+    del saved["state"][0]["momentum_buffer"]
+    saved["param_groups"][0]["momentum"] = 0.0
+    optimizer.load_state_dict(saved)

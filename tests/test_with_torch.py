@@ -121,6 +121,17 @@ def test_a_step_in_inference_mode(case):
 
 
 @CLASSES
+@pytest.mark.parametrize("engine", ["torch", "numba"])
+def test_what_is_loaded_in_inference_mode_is_stepped_outside(case, engine):
+    with lowbit_optim.use_engine(engine):
+        source, target = build(case, 8, parameters()), build(case, 8, parameters())
+        train(source, 2)
+        with torch.inference_mode():
+            target.load_state_dict(source.state_dict())
+        train(target, 1)
+
+
+@CLASSES
 def test_weights_in_shared_memory(case):
     shared, own = parameters(), parameters()
     for p in shared:
@@ -194,6 +205,17 @@ def test_numbers_of_numpy_do_not_spoil_a_checkpoint():
     group = torch.load(file, weights_only=True)["param_groups"][0]
     assert (group["lr"], group["betas"]) == (0.1, (0.8, 0.9))
     assert type(group["lr"]) is float
+
+
+@CLASSES
+def test_a_setting_that_only_others_have_is_loaded_without_the_header(case):
+    """Trainers give every group `weight_decay`; torch.distributed.checkpoint leaves the header."""
+    groups = [{"params": parameters(), "weight_decay": 0.1}]
+    optimizer = train(build(case, 8, groups), 1)
+    saved = optimizer.state_dict()
+    del saved["lowbit_optim"]
+    optimizer.load_state_dict(saved)
+    assert optimizer.param_groups[0]["weight_decay"] == 0.1
 
 
 def test_a_list_of_a_configuration_is_taken_and_saved_as_a_list():

@@ -43,7 +43,7 @@ def bitsandbytes_arguments(
     """
 
     def fix(cls: T) -> T:
-        def construct(build: Callable[..., None], given: dict[str, Any]) -> None:
+        def construct(build: Callable[..., None], given: dict[str, Any], _: str) -> None:
             switches = {key: given.pop(key) for key in SWITCHES if key in given}
             _checks.optim_bits(given.get("optim_bits"))
             if "optim_bits" in defaults and given.get("optim_bits") == defaults["optim_bits"]:
