@@ -118,9 +118,8 @@ def check_header(state_dict: Any, family: str, known: Collection[str]) -> None:
 def _check_momentum(state_dict: Mapping[str, Any]) -> None:
     """Refuse a momentum that contains the learning rate, as that of timm's RMSpropTF does."""
     for group in state_dict["param_groups"]:
-        states = map(
-            state_dict["state"].get, group["params"] if group.get("lr_in_momentum") else ()
-        )
+        params = group["params"] if group.get("lr_in_momentum") else ()
+        states = map(state_dict["state"].get, params)
         if any(isinstance(one, Mapping) and "momentum_buffer" in one for one in states):
             raise ValueError(
                 "state_dict has lr_in_momentum=True, as of timm's RMSpropTF: its momentum_buffer "

@@ -180,14 +180,10 @@ class GlobalOptimManager:
         self._modules.append((self._version, *entry))
 
     @property
-    def module_weight_config_triple(
-        self,
-    ) -> tuple[tuple[torch.nn.Module, str, dict[str, Any]], ...]:
-        """The overrides of modules that live; bitsandbytes' name, and a copy."""
-        entries = ((module(), name, dict(config)) for _, module, name, config in self._modules)
-        return tuple(
-            (module, name, config) for module, name, config in entries if module is not None
-        )
+    def module_weight_config_triple(self) -> tuple[tuple[Any, str, dict[str, Any]], ...]:
+        """A copy of what is overridden of modules that live: module, name and settings of each."""
+        found = ((module(), name, dict(config)) for _, module, name, config in self._modules)
+        return tuple(entry for entry in found if entry[0] is not None)
 
     def _finder(self) -> Callable[[Tensor], dict[str, Any]]:
         """A function that gives a parameter's overrides, for the modules as they are now."""
