@@ -27,6 +27,7 @@ from torch.distributed.tensor.parallel import (
     SequenceParallel,
     parallelize_module,
 )
+from torch.testing._internal.two_tensor import TwoTensor
 
 import lowbit_optim
 import sharded
@@ -305,6 +306,33 @@ def gradients_dealt_otherwise(rank, world, folder):
             torch.testing.assert_close(p.full_tensor(), q.detach(), rtol=1e-5, atol=1e-6)
 
 
+def shards_that_wrap_tensors(rank, world, folder):
+    """Gathered to be stepped whole, all that they hold arrives before it is read."""
+    mesh = init_device_mesh("cpu", (world,))
+    generator = torch.Generator().manual_seed(1)
+    values = [torch.randn(5000 + i, generator=generator) for i in range(8)]
+    plain = [torch.nn.Parameter(x.clone()) for x in values]
+    params = []
+    for x in values:
+        shard = x.chunk(world)[rank]
+        shard = TwoTensor(shard.clone(), shard.clone())
+        spread = DTensor.from_local(
+            shard, mesh, [Shard(0)], run_check=False, shape=x.shape, stride=x.stride()
+        )
+        params.append(torch.nn.Parameter(spread))
+    with lowbit_optim.use_engine("torch"):
+        optimizer, alone = (lowbit_optim.AdamW8bit(some, lr=1e-2) for some in (params, plain))
+        for _ in range(6):
+            for p, q in zip(params, plain, strict=True):
+                q.grad = torch.randn(q.shape, generator=generator)
+                p.grad = distribute_tensor(q.grad, mesh, [Shard(0)])
+            optimizer.step()
+            alone.step()
+    for p, q in zip(params, plain, strict=True):
+        for held in (p.to_local().a, p.to_local().b):
+            assert torch.equal(held, q.detach().chunk(world)[rank])
+
+
 def tensor_parallel(rank, world, folder):
     """By rows, with torch's styles; gradients may be released, and clipped by their norm."""
 
@@ -340,7 +368,7 @@ def tensor_parallel(rank, world, folder):
 CASES = (
     mixed_precision, overflow_on_one_rank, flattened_state_dicts, saved_meanwhile, mixed_groups,
     zero_resumes, vectors_in_bf16, whole_state_of_before, gradients_dealt_otherwise,
-    tensor_parallel,
+    shards_that_wrap_tensors, tensor_parallel,
 )  # fmt: skip
 
 
