@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from lowbit_optim_kernels.engines.registry import is_wrapper
 from lowbit_optim_kernels.plan import ALIGNMENT
 
 # By its name in this version of torch, of which newer ones warn of the older name.
@@ -114,8 +115,15 @@ class _Gathering:
         if device.type != self.mesh.device_type:  # whose processes may have no backend for it
             buffer = buffer.to(self.mesh.device_type)
         for i in reversed(self.dims):
+            group = self.mesh.get_group(i)
+            if is_wrapper(type(buffer)):  # a plain call waits for one of the tensors that it wraps
+                ops = torch.ops._c10d_functional
+                size = self.mesh.size(i)
+                sent = ops.all_gather_into_tensor(buffer, size, group.group_name)
+                buffer = ops.wait_tensor(sent)
+                continue
             received = buffer.new_empty(self.mesh.size(i) * buffer.numel())
-            getattr(dist, ALL_GATHER)(received, buffer, group=self.mesh.get_group(i))
+            getattr(dist, ALL_GATHER)(received, buffer, group=group)
             buffer = received
         ranks = buffer.to(device).view(len(self.lengths), -1)
         pieces = [row.split(each) for row, each in zip(ranks, self.lengths, strict=True)]

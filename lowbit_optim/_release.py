@@ -188,7 +188,8 @@ class ReleasedGradients:
         at = self._optimizer.param_groups[0][PREVIOUS_NORM].device
         for p in params:
             groups = _sharding.shard_groups(p)
-            square = torch.linalg.vector_norm(_sharding.local(p.grad), dtype=torch.float32)
+            its = _sharding.local(_sharding.like(p.grad, p))
+            square = torch.linalg.vector_norm(its, dtype=torch.float32)
             total = self._squares.get(groups)
             square = (square.double() if at.type != "mps" else square).to(at) ** 2
             self._squares[groups] = square if total is None else total + square

@@ -97,17 +97,20 @@ def is_spread_as(x: Any, p: Any) -> bool:
 def gradient(p: Any, name: str) -> Tensor:
     """This rank's shard of a DTensor's gradient.
 
+    Collective where that is dealt out in another way: tensor parallelism leaves an embedding's
+    whole on every rank, and that of a norm as the ranks' sums.
+
     Raises:
-        RuntimeError: if it is not spread as the parameter is.
+        RuntimeError: if it is not on the parameter's mesh.
     """
     check(p, name)
-    if not is_spread_as(p.grad, p):
-        got = p.grad.placements if is_dtensor(p.grad) else "a plain tensor"
+    if not is_dtensor(p.grad) or p.grad.device_mesh != p.device_mesh:
+        got = f"one on {p.grad.device_mesh}" if is_dtensor(p.grad) else "a plain tensor"
         raise RuntimeError(
-            f"{name}: a parameter of shape {tuple(p.shape)} has the placements {p.placements}, "
-            f"its gradient {got}; they must be the same"
+            f"{name}: a parameter of shape {tuple(p.shape)} is a DTensor on {p.device_mesh}, "
+            f"its gradient {got}; they must be of the same mesh"
         )
-    shard: Tensor = local(p.grad)
+    shard: Tensor = local(like(p.grad, p))
     return shard
 
 
