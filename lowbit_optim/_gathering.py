@@ -34,6 +34,18 @@ def _rows(rows: int, sizes: Sequence[int]) -> list[int]:
     return dealt
 
 
+def _all_gathered(x: Tensor, group: Any) -> Tensor:
+    """The ranks' tensors, one after the other."""
+    if is_wrapper(type(x)):  # of what it wraps, torch.distributed's own call waits for one tensor
+        ops = torch.ops._c10d_functional
+        sent = ops.all_gather_into_tensor(x, group.size(), group.group_name)
+        received: Tensor = ops.wait_tensor(sent)
+        return received
+    received = x.new_empty(group.size() * x.numel())
+    getattr(dist, ALL_GATHER)(received, x, group=group)
+    return received
+
+
 @dataclass
 class _Alike:
     """Tensors of one shape, which are dealt out alike.
@@ -115,16 +127,7 @@ class _Gathering:
         if device.type != self.mesh.device_type:  # whose processes may have no backend for it
             buffer = buffer.to(self.mesh.device_type)
         for i in reversed(self.dims):
-            group = self.mesh.get_group(i)
-            if is_wrapper(type(buffer)):  # a plain call waits for one of the tensors that it wraps
-                ops = torch.ops._c10d_functional
-                size = self.mesh.size(i)
-                sent = ops.all_gather_into_tensor(buffer, size, group.group_name)
-                buffer = ops.wait_tensor(sent)
-                continue
-            received = buffer.new_empty(self.mesh.size(i) * buffer.numel())
-            getattr(dist, ALL_GATHER)(received, buffer, group=group)
-            buffer = received
+            buffer = _all_gathered(buffer, self.mesh.get_group(i))
         ranks = buffer.to(device).view(len(self.lengths), -1)
         pieces = [row.split(each) for row, each in zip(ranks, self.lengths, strict=True)]
         by_shape = zip(self.alike, zip(*pieces, strict=True), strict=False)  # padding comes last
