@@ -16,6 +16,7 @@ from benchmarks.common.tables import markdown
 CASES = ("one", "split64", "resnet50", "gpt2")
 SMALL = "small1000"
 THREADS = {2: "Two threads", 1: "One thread"}  # in the page's order
+MODELS = ("resnet50", "gpt2")
 INSTRUCTION_SETS = "", "_avx2"  # how the names of result files end
 
 
@@ -59,6 +60,15 @@ def overhead(runs: Iterable[dict]) -> str:
     return markdown(["", "µs a step", "torch's foreach"], rows)
 
 
+def others(runs: Iterable[dict]) -> str:
+    """Time over torch's fused optimizer, other libraries' too."""
+    rows = [
+        [name, *(_span([pair["ratio"] for pair in cases[case]]) for case in MODELS)]
+        for name, cases in _pairs(runs).items()
+    ]
+    return markdown(["", *MODELS], rows)
+
+
 def passes(written: dict) -> str:
     """Nanoseconds an element of each pass, and what bounds it."""
     rows = [
@@ -80,18 +90,19 @@ def tables() -> Iterator[str]:
             runs = _runs(name, threads)
             head = f"{words}, {runs[0]['instruction_set']}, {len(runs)} runs"
             yield f"{head}:\n\n{ratios(runs)}"
-    yield overhead(_runs("", 2))
+    yield overhead(_runs("_small", 2))
+    yield others(_runs("_peers", 2))
     for name in INSTRUCTION_SETS:
         yield passes(_written("passes", name))
 
 
-def _runs(instruction_set: str, threads: int) -> list[dict]:
-    sections = _written("speed", instruction_set)["sections"]
+def _runs(ending: str, threads: int) -> list[dict]:
+    sections = _written("speed", ending)["sections"]
     return [section for section in sections if section["threads"] == threads]
 
 
-def _written(program: str, instruction_set: str) -> dict:
-    path = report.RESULTS / f"{program}{instruction_set}.json"
+def _written(program: str, ending: str) -> dict:
+    path = report.RESULTS / f"{program}{ending}.json"
     return json.loads(path.read_text(encoding="utf-8"))
 
 
