@@ -1,0 +1,122 @@
+"""DTensors of other origin than `fully_shard`: tensor parallelism, shards that wrap tensors.
+
+One world of two ranks runs all cases of this file, each of which compares with one process.
+"""
+
+import pytest
+import torch
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    RowwiseParallel,
+    SequenceParallel,
+    parallelize_module,
+)
+from torch.testing._internal.two_tensor import TwoTensor
+
+import lowbit_optim
+import sharded
+from protocol import identical
+
+pytestmark = pytest.mark.timeout(120)
+STEPS = 4
+
+
+def gradients_dealt_otherwise(rank, world, folder):
+    """Whole, as sums or by columns: a step deals them out as it does the parameter, each time."""
+    mesh = init_device_mesh("cpu", (world,))
+
+    def dealt(x, placement):
+        if placement == Partial():
+            return DTensor.from_local(x / world, mesh, [placement])
+        return distribute_tensor(x.clone(), mesh, [placement])
+
+    own, its = (Shard(0), Replicate()), (Replicate(), Partial(), Shard(1), Shard(0))
+    cases = [(shape, placement) for shape in ((5, 70), (300, 3)) for placement in own * len(its)]
+    generator = torch.Generator().manual_seed(1)
+    for name in ("AdamW8bit", "LANS8bit", "Cain8bit"):
+        plain = [torch.nn.Parameter(torch.randn(shape, generator=generator)) for shape, _ in cases]
+        spread = (dealt(p.detach(), case[1]) for p, case in zip(plain, cases, strict=True))
+        params = list(map(torch.nn.Parameter, spread))
+        optimizer, alone = sharded.build(name, params), sharded.build(name, plain)
+        for turn in range(3):
+            for i, (p, q) in enumerate(zip(params, plain, strict=True)):
+                q.grad = torch.randn(q.shape, generator=generator)
+                p.grad = dealt(q.grad, its[(i // 2 + turn) % len(its)])
+            before = [p.grad.to_local().clone() for p in params]
+            optimizer.step()
+            alone.step()
+            assert identical([p.grad.to_local() for p in params], before)
+        for p, q in zip(params, plain, strict=True):
+            assert name == "LANS8bit" or torch.equal(p.full_tensor(), q)
+            torch.testing.assert_close(p.full_tensor(), q.detach(), rtol=1e-5, atol=1e-6)
+
+
+def shards_that_wrap_tensors(rank, world, folder):
+    """Gathered to be stepped whole, all that they hold arrives before it is read."""
+    mesh = init_device_mesh("cpu", (world,))
+    generator = torch.Generator().manual_seed(1)
+    values = [torch.randn(5000 + i, generator=generator) for i in range(8)]
+    plain = [torch.nn.Parameter(x.clone()) for x in values]
+    params = []
+    for x in values:
+        shard = x.chunk(world)[rank]
+        shard = TwoTensor(shard.clone(), shard.clone())
+        spread = DTensor.from_local(
+            shard, mesh, [Shard(0)], run_check=False, shape=x.shape, stride=x.stride()
+        )
+        params.append(torch.nn.Parameter(spread))
+    with lowbit_optim.use_engine("torch"):
+        optimizer, alone = (lowbit_optim.AdamW8bit(some, lr=1e-2) for some in (params, plain))
+        for _ in range(6):
+            for p, q in zip(params, plain, strict=True):
+                q.grad = torch.randn(q.shape, generator=generator)
+                p.grad = distribute_tensor(q.grad, mesh, [Shard(0)])
+            optimizer.step()
+            alone.step()
+    for p, q in zip(params, plain, strict=True):
+        for held in (p.to_local().a, p.to_local().b):
+            assert torch.equal(held, q.detach().chunk(world)[rank])
+
+
+def tensor_parallel(rank, world, folder):
+    """By rows, with torch's styles; gradients may be released, and clipped by their norm."""
+
+    def model():
+        torch.manual_seed(0)
+        layers = torch.nn.Embedding(60, 70), torch.nn.LayerNorm(70), torch.nn.Linear(70, 50)
+        return torch.nn.Sequential(*layers)
+
+    styles = {
+        "0": RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1)),
+        "1": SequenceParallel(),
+        "2": ColwiseParallel(input_layouts=Shard(1), output_layouts=Replicate()),
+    }
+    mesh = init_device_mesh("cpu", (world,))
+    for name, clip, lr in (
+        ("AdamW32bit", None, 1e-2),
+        ("LAMB32bit", None, 1e-2),
+        ("SGD", 0.01, 10.0),
+    ):
+        spread, whole = parallelize_module(model(), mesh, styles), model()
+        for one in (spread, whole):
+            optimizer = getattr(lowbit_optim, name)(one.parameters(), lr=lr)
+            if clip:
+                lowbit_optim.release_gradients(optimizer, one, clip_previous_norm=clip)
+            for step in range(STEPS):
+                optimizer.zero_grad()
+                one(torch.arange(step, step + 40).view(4, 10)).square().mean().backward()
+                optimizer.step()
+        for p, q in zip(spread.parameters(), whole.parameters(), strict=True):
+            torch.testing.assert_close(p.full_tensor(), q.detach(), rtol=1e-4, atol=1e-5)
+
+
+def all_cases(rank, world, folder):
+    for case in (gradients_dealt_otherwise, shards_that_wrap_tensors, tensor_parallel):
+        case(rank, world, folder)
+
+
+@pytest.mark.slow
+def test_two_ranks(tmp_path):
+    sharded.run(2, all_cases, str(tmp_path))
