@@ -188,7 +188,7 @@ class ReleasedGradients:
         at = self._optimizer.param_groups[0][PREVIOUS_NORM].device
         for p in params:
             groups = _sharding.shard_groups(p)
-            its = _sharding.local(_sharding.like(p.grad, p))
+            its = _sharding.shard_of(p.grad, p)
             square = torch.linalg.vector_norm(its, dtype=torch.float32)
             total = self._squares.get(groups)
             square = (square.double() if at.type != "mps" else square).to(at) ** 2

@@ -110,8 +110,7 @@ def gradient(p: Any, name: str) -> Tensor:
             f"{name}: a parameter of shape {tuple(p.shape)} is a DTensor on {p.device_mesh}, "
             f"its gradient {got}; they must be of the same mesh"
         )
-    shard: Tensor = local(like(p.grad, p))
-    return shard
+    return shard_of(p.grad, p)
 
 
 def _shards(p: Any) -> tuple[int, ...]:

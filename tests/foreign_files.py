@@ -7,6 +7,7 @@ writes one file for the version that is installed. The tests read them without t
 """
 
 import importlib
+import importlib.metadata
 import sys
 import warnings
 from pathlib import Path
@@ -26,9 +27,13 @@ OPTIONS = {
 BEFORE_0_50 = ("AdamW8bit", "AdEMAMix8bit", "AdamW32bit")
 
 
-def newer(bitsandbytes):
-    """Whether it is 0.50 or newer, which steps CPU tensors by itself."""
-    return tuple(map(int, bitsandbytes.__version__.split(".")[:2])) >= (0, 50)
+def newer():
+    """Whether bitsandbytes is 0.50 or newer, which steps CPU tensors by itself; not if missing."""
+    try:
+        version = importlib.metadata.version("bitsandbytes")
+    except importlib.metadata.PackageNotFoundError:
+        return False
+    return tuple(map(int, version.split(".")[:2])) >= (0, 50)
 
 
 def let_step_on_cpu(bitsandbytes, setattr=setattr):
@@ -78,7 +83,7 @@ def shared(tree, known):
 def of_bitsandbytes():
     bitsandbytes = importlib.import_module("bitsandbytes")
     names = [f"{name}8bit" for name in OPTIONS]
-    if not newer(bitsandbytes):
+    if not newer():
         let_step_on_cpu(bitsandbytes)
         names = BEFORE_0_50
     files, known = {}, {}

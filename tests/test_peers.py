@@ -9,7 +9,6 @@ whose peer is missing is skipped.
 import contextlib
 import functools
 import importlib
-import importlib.metadata
 import importlib.util
 import sys
 import types
@@ -23,6 +22,7 @@ import pytest
 import torch
 
 import cases
+import foreign_files
 import lowbit_optim
 
 STEPS = 8
@@ -80,10 +80,7 @@ def _capped(max_unorm):
     }  # fmt: skip
 
 
-try:
-    NEWER = not importlib.metadata.version("bitsandbytes").startswith("0.49.")
-except importlib.metadata.PackageNotFoundError:
-    NEWER = False
+NEWER = foreign_files.newer()
 
 
 def _cured(fault):

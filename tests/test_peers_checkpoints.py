@@ -122,14 +122,14 @@ def bnb(monkeypatch):
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # what it does at import is not ours to mend
         bitsandbytes = pytest.importorskip("bitsandbytes", reason="make peers installs it")
-        if not newer(bitsandbytes):
+        if not newer():
             let_step_on_cpu(bitsandbytes, monkeypatch.setattr)
     with torch.compiler.set_stance("force_eager"):
         yield bitsandbytes
 
 
 def build_peer(bnb, row, bits, model):
-    if not newer(bnb) and row.family in ("LARS", "LAMB"):
+    if not newer() and row.family in ("LARS", "LAMB"):
         pytest.skip(f"bitsandbytes {bnb.__version__} has no {row.name} for CPUs")
     options = {"min_8bit_size": 1} if bits == 8 else {}
     return row.build_theirs(getattr(bnb.optim, row.name), model, **options)
