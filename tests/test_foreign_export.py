@@ -274,6 +274,25 @@ def test_torch_goes_on(name, bits, dtype):
         assert written["state"][1]["step"].dtype == torch.float32
 
 
+def test_a_skipped_first_step_is_none_to_torch():
+    """The first step that counts fills the buffer undamped, whoever takes it."""
+    options = {"lr": 0.1, "momentum": 0.9, "dampening": 0.5}
+    params = [torch.nn.Parameter(torch.ones(5))]
+    ours = lowbit_optim.SGD(params, **options)
+    params[0].grad = torch.full((5,), torch.inf)
+    ours.found_inf, ours.grad_scale = torch.ones(()), torch.ones(())
+    ours.step()
+    del ours.found_inf, ours.grad_scale
+    others = [torch.nn.Parameter(torch.ones(5))]
+    theirs = torch.optim.SGD(others, **options)
+    theirs.load_state_dict(to_torch_state_dict(ours))
+    for optimizer, p in ((ours, params[0]), (theirs, others[0])):
+        for _ in range(2):
+            p.grad = torch.ones(5)
+            optimizer.step()
+    torch.testing.assert_close(params[0], others[0])
+
+
 def test_settings_come_along_to_torch():
     optimizer = lowbit_optim.AdamW8bit(params_of([(5,)]), lr=0.5, betas=(0.5, 0.6), foreach=True)
     theirs = torch.optim.AdamW(params_of([(5,)]))
