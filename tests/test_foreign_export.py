@@ -67,6 +67,31 @@ def test_what_is_written_for_bitsandbytes(family, layout, bits):
                     assert (got - want).abs().max() <= 0.02 * want.abs().max(), key
 
 
+@LAYOUTS
+@pytest.mark.parametrize("family", ["Adam", "AdamW", "LAMB"])
+@pytest.mark.parametrize("form", ["ratio8", "ratio4"])
+def test_other_formats_are_coded_again_for_bitsandbytes(family, layout, form):
+    """`ratio4` has both moments in one byte, which is neither's alone."""
+    made = trained(family, 32)
+    optimizer, plain = (
+        build(family, params_of(WHOLE + TORN), bits, **options)
+        for bits, options in (
+            (form[-1], {"state_format": form} if form == "ratio8" else {}),
+            (32, {}),
+        )
+    )
+    optimizer.load_state_dict(made.state_dict())
+    plain.load_state_dict(optimizer.state_dict())
+    written = to_bitsandbytes_state_dict(optimizer, layout)
+    for index, p in enumerate(plain.param_groups[0]["params"]):
+        state = flat(written["state"][index])
+        if family == "LAMB" and layout == "flat":
+            state.update({f"absmax{i}": state[f"max{i}"].expand(p.numel()) for i in (1, 2)})
+        for key, got in numbers(state, family).items():
+            want = plain.state[p][key]
+            assert (got - want).abs().max() <= 0.02 * want.abs().max(), key
+
+
 def pointers(tree):
     return {x.data_ptr() for x in tensors_of(tree) if x.numel()}
 
