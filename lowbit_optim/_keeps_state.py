@@ -180,6 +180,9 @@ class KeepsState(Optimizer):
             )
         return torch.full(stored.shape, stored.start, dtype=stored.dtype, device=stored.device)
 
+    def _begin_again(self, p: Tensor, group: Mapping[str, Any]) -> None:
+        """Have a state that no step has changed yet begin with the weight as it is now."""
+
     def _share(self, p: Tensor, group: Mapping[str, Any]) -> Share | None:
         """What this rank steps of a DTensor; None for a plain tensor."""
         if not _sharding.is_dtensor(p):

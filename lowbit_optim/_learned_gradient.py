@@ -16,6 +16,7 @@ from lowbit_optim_kernels.rules.stored import LEARNED_GRADIENT
 from . import _checks, _rate_matrices, _sharding
 from ._arguments import documented, settings_of
 from ._eager import EagerOptimizer, Extra, Work, dot, rms
+from ._master_weights import weight_of
 from ._state import Stored
 from ._variants import fixed_bits
 
@@ -158,10 +159,16 @@ class LearnedGradient(EagerOptimizer):
 
     def _new(self, key: str, stored: Stored, p: Tensor, group: Mapping[str, Any]) -> Tensor:
         if key == "param_rms":
-            return rms(_sharding.whole(p.detach()).to(stored.dtype)) + group["eps"]
+            return _first_rms(p.detach(), stored.dtype, group)
         if key.startswith("lr_"):
             return torch.eye(*stored.shape, dtype=stored.dtype, device=stored.device)
         return super()._new(key, stored, p, group)
+
+    def _begin_again(self, p: Tensor, group: Mapping[str, Any]) -> None:
+        state = self.state.get(p)
+        if state and "param_rms" in state and int(state["step"]) == 0:
+            size = state["param_rms"]
+            size.copy_(_first_rms(weight_of(self, p, group), size.dtype, group))
 
     def _update(self, work: Work) -> Tensor:
         group = work.group
@@ -187,6 +194,10 @@ class LearnedGradient(EagerOptimizer):
         alone = math.sqrt(1 - beta1 * beta1) / (1 - beta1)  # a gradient's rms over that of m
         rate = work.lr * work.state["param_rms"] / (q * alone)
         return work.p - d.clamp(-limit, limit) * rate
+
+
+def _first_rms(p: Tensor, dtype: torch.dtype, group: Mapping[str, Any]) -> Tensor:
+    return rms(_sharding.whole(p).to(dtype)) + group["eps"]
 
 
 def _no_autocast(device: torch.device) -> AbstractContextManager:

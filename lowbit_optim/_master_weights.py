@@ -73,6 +73,7 @@ def load_master_weights(
         require_shape(f"the weight {name!r}", given[name], p.shape)
     for name, p, group in members:
         set_weight(optimizer, p, group, given[name])
+        optimizer._begin_again(p, group)
 
 
 def weight_of(optimizer: LowBitOptimizer, p: Tensor, group: Mapping[str, Any]) -> Tensor:

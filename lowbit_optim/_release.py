@@ -115,8 +115,7 @@ class ReleasedGradients:
         params = self._params()
         self._hook(params)
         if clip_previous_norm is not None and params:
-            start = torch.zeros((), dtype=torch.float32, device=_sharding.local(params[0]).device)
-            optimizer.param_groups[0].setdefault(PREVIOUS_NORM, start)
+            self._previous_norm()  # which `state_dict()` has from the start
         optimizer._released = self.finish
 
     def _params(self) -> list[Tensor]:
@@ -133,6 +132,19 @@ class ReleasedGradients:
             )
         self._hooks.update((p, p.register_post_accumulate_grad_hook(self._take)) for p in new)
         _released_params.update(dict.fromkeys(new, True))
+
+    def _previous_norm(self) -> Tensor:
+        """The norm of the step before, kept where the first parameter is; 0 where there is none.
+
+        A state dict that is loaded may be of a run without, or be read on another device.
+        """
+        group = self._optimizer.param_groups[0]
+        device = _sharding.local(self._params()[0]).device
+        if PREVIOUS_NORM not in group:
+            group[PREVIOUS_NORM] = torch.zeros((), dtype=torch.float32, device=device)
+        group[PREVIOUS_NORM] = group[PREVIOUS_NORM].to(device)
+        norm: Tensor = group[PREVIOUS_NORM]
+        return norm
 
     def remove(self) -> None:
         """Take the hooks away; gradients that wait to be stepped stay for `optimizer.step()`."""
@@ -173,7 +185,7 @@ class ReleasedGradients:
         if self._clip is None:
             optimizer._step_some(waiting)
         else:
-            norm = optimizer.param_groups[0][PREVIOUS_NORM]
+            norm = self._previous_norm()
             optimizer.grad_scale = (norm / self._clip).clamp(min=1.0)  # which gradients have
             try:
                 optimizer._step_some(waiting)
@@ -185,7 +197,7 @@ class ReleasedGradients:
 
     def _add_squares(self, params: Iterable[Tensor]) -> None:
         """Add the squared norms of gradients to those of this step, by who has the other shards."""
-        at = self._optimizer.param_groups[0][PREVIOUS_NORM].device
+        at = self._previous_norm().device
         for p in params:
             groups = _sharding.shard_groups(p)
             its = _sharding.shard_of(p.grad, p)
@@ -213,8 +225,7 @@ class ReleasedGradients:
             total = total + there.to(square.device)
         self._squares = {}
         norm = total.sqrt()
-        kept = self._optimizer.param_groups[0][PREVIOUS_NORM]
-        kept.copy_(torch.where(norm.isfinite(), norm, 0.0))
+        self._previous_norm().copy_(torch.where(norm.isfinite(), norm, 0.0))
 
 
 _released_params = WeakTensorKeyDictionary()  # those that hooks step

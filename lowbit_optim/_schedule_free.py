@@ -145,6 +145,14 @@ class ScheduleFreeAdamW(LowBitOptimizer):
         new = super()._new(key, stored, p, group)
         return new.copy_(p) if key == "z" else new
 
+    def _begin_again(self, p: Tensor, group: Mapping[str, Any]) -> None:
+        state = self.state.get(p)
+        if state and int(state["step"]) == 0:
+            weight, share = weight_of(self, p, group), self._share(p, group)
+            whole = share is not None and share.whole
+            weight = _sharding.whole(weight) if whole else _sharding.local(weight)
+            _sharding.local(state["z"]).copy_(weight)
+
 
 @fixed_bits(8)
 class ScheduleFreeAdamW8bit(ScheduleFreeAdamW):

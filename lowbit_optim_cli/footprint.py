@@ -268,17 +268,26 @@ def _released(layout: Layout, weights: Sequence[Weight], shards: int) -> int | N
     """The most bytes of gradients that wait when they are released, the last weight's first."""
     if layout.bucket_bytes is None:
         return None
-    arriving = (w for w in reversed(weights) if w.trained)
-    sizes = (ITEMSIZE[w.dtype] * math.prod(shard(w.shape, shards)) for w in arriving)
-    return largest_bucket(sizes, layout.bucket_bytes)
+    arriving = [w for w in reversed(weights) if w.trained]
+    held = (ITEMSIZE[w.dtype] * math.prod(shard(w.shape, shards)) for w in arriving)
+    return largest_bucket([w.bytes for w in arriving], layout.bucket_bytes, held)
 
 
-def largest_bucket(gradients: Iterable[int], bucket_bytes: int) -> int:
-    """The most bytes of gradients that wait at once, of those that arrive in this order."""
-    largest = waiting = 0
-    for size in gradients:
-        waiting += size
-        largest = max(largest, waiting)
+def largest_bucket(
+    gradients: Iterable[int], bucket_bytes: int, held: Iterable[int] | None = None
+) -> int:
+    """The most bytes of gradients that wait at once, of those that arrive in this order.
+
+    Args:
+        gradients: bytes of each.
+        bucket_bytes: when so many wait they are stepped; whole ones count, that all ranks agree.
+        held: what of each is on this rank; None for all of it.
+    """
+    whole = list(gradients)
+    largest = waiting = here = 0
+    for size, part in zip(whole, whole if held is None else held, strict=True):
+        waiting, here = waiting + size, here + part
+        largest = max(largest, here)
         if waiting >= bucket_bytes:
-            waiting = 0
+            waiting = here = 0
     return largest

@@ -164,6 +164,14 @@ def test_the_largest_bucket(bucket_bytes, largest):
     assert largest_bucket([1, 2, 3, 5, 4], bucket_bytes) == largest
 
 
+def test_buckets_of_shards_are_full_by_whole_gradients():
+    """As `release_gradients` has it, so that all ranks step at the same time."""
+    row = optimizers.own("AdamW", "dynamic8", None)
+    weights = [Weight(str(i), (4096, 1024)) for i in range(8)]  # 16 MiB each, four in a bucket
+    for shards in (1, 4):
+        assert footprint(row, weights, shards).gradients_released == (64 << 20) // shards
+
+
 @pytest.fixture
 def four_ranks():
     """A mesh of four ranks, of which this process is the first and the others never answer."""

@@ -67,6 +67,31 @@ def test_what_is_written_for_bitsandbytes(family, layout, bits):
                     assert (got - want).abs().max() <= 0.02 * want.abs().max(), key
 
 
+@LAYOUTS
+@pytest.mark.parametrize("family", ["Adam", "AdamW", "LAMB"])
+@pytest.mark.parametrize("form", ["ratio8", "ratio4"])
+def test_other_formats_are_coded_again_for_bitsandbytes(family, layout, form):
+    """`ratio4` has both moments in one byte, which is neither's alone."""
+    made = trained(family, 32)
+    optimizer, plain = (
+        build(family, params_of(WHOLE + TORN), bits, **options)
+        for bits, options in (
+            (form[-1], {"state_format": form} if form == "ratio8" else {}),
+            (32, {}),
+        )
+    )
+    optimizer.load_state_dict(made.state_dict())
+    plain.load_state_dict(optimizer.state_dict())
+    written = to_bitsandbytes_state_dict(optimizer, layout)
+    for index, p in enumerate(plain.param_groups[0]["params"]):
+        state = flat(written["state"][index])
+        if family == "LAMB" and layout == "flat":
+            state.update({f"absmax{i}": state[f"max{i}"].expand(p.numel()) for i in (1, 2)})
+        for key, got in numbers(state, family).items():
+            want = plain.state[p][key]
+            assert (got - want).abs().max() <= 0.02 * want.abs().max(), key
+
+
 def pointers(tree):
     return {x.data_ptr() for x in tensors_of(tree) if x.numel()}
 
@@ -272,6 +297,25 @@ def test_torch_goes_on(name, bits, dtype):
         assert not any("step" in state for state in written["state"].values())
     else:
         assert written["state"][1]["step"].dtype == torch.float32
+
+
+def test_a_skipped_first_step_is_none_to_torch():
+    """The first step that counts fills the buffer undamped, whoever takes it."""
+    options = {"lr": 0.1, "momentum": 0.9, "dampening": 0.5}
+    params = [torch.nn.Parameter(torch.ones(5))]
+    ours = lowbit_optim.SGD(params, **options)
+    params[0].grad = torch.full((5,), torch.inf)
+    ours.found_inf, ours.grad_scale = torch.ones(()), torch.ones(())
+    ours.step()
+    del ours.found_inf, ours.grad_scale
+    others = [torch.nn.Parameter(torch.ones(5))]
+    theirs = torch.optim.SGD(others, **options)
+    theirs.load_state_dict(to_torch_state_dict(ours))
+    for optimizer, p in ((ours, params[0]), (theirs, others[0])):
+        for _ in range(2):
+            p.grad = torch.ones(5)
+            optimizer.step()
+    torch.testing.assert_close(params[0], others[0])
 
 
 def test_settings_come_along_to_torch():

@@ -280,6 +280,18 @@ def test_a_weight_without_a_gradient_never_moves(engine, device, name, format):
     assert (p[:, 1::3] != start[:, 1::3]).all()
 
 
+@pytest.mark.parametrize("format", ["dynamic8", "ratio8", "ratio4"])
+@pytest.mark.few(("engine", "format"))
+def test_a_tensor_without_rows_is_stepped_with_the_others(engine, device, format):
+    """As a rank has it of a matrix with fewer rows than there are ranks."""
+    params = params_on(device, shapes=((0, 70), (2, 130)))
+    start = params[1].detach().clone()
+    optimizer = lowbit_optim.AdamW(params, state_format=format, min_8bit_size=0)
+    train(optimizer, 2)
+    assert (params[1] != start).all()
+    assert all(int(optimizer.state[p]["step"]) == 2 for p in params)
+
+
 def test_without_dither_nothing_is_random():
     """`dither=False` rounds to nearest: seeds change nothing, and codes repeat."""
     runs = []

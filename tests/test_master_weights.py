@@ -312,6 +312,30 @@ def test_master_weights_out_and_in():
     assert all(map(torch.equal, model.parameters(), before))
 
 
+@pytest.mark.parametrize("bits", [None, 24, 32])
+@pytest.mark.parametrize("name", ["ScheduleFreeAdamW", "LearnedGradient"])
+def test_state_begins_with_the_weights_that_are_loaded(name, bits):
+    """What state has of its parameter is not that of the weights before, nor of the first ones."""
+    generator = torch.Generator().manual_seed(0)
+    first, weights, g = torch.randn(3, 40, 30, generator=generator)
+    runs = []
+    for begin in (torch.zeros(40, 30), weights):
+        p = torch.nn.Parameter(begin.bfloat16())
+        optimizer = getattr(lowbit_optim, name)([p], lr=1e-3, master_weight_bits=bits)
+        load_master_weights(optimizer, [first])
+        load_master_weights(optimizer, [weights])
+        p.grad = g.bfloat16()
+        optimizer.step()
+        runs.append([p.detach(), optimizer.state[p]])
+    assert identical(*runs)
+    ((_, moved),) = master_weights(optimizer)
+    assert (moved - weights).abs().max() < 0.02
+    if bits == 32 and name == "ScheduleFreeAdamW":  # z has all of their bits, as y has
+        step = 1e-3 * g.bfloat16().float().sign()
+        for x in (moved, optimizer.state[p]["z"]):
+            torch.testing.assert_close(x, weights - step, rtol=0, atol=1e-6)
+
+
 @pytest.mark.parametrize("function", [master_weights, lambda other: load_master_weights(other, [])])
 def test_another_librarys_optimizer_has_no_master_weights(function):
     other = torch.optim.SGD([torch.nn.Parameter(torch.zeros(3))])

@@ -223,6 +223,24 @@ def test_clipping_by_the_previous_norm(bucket_bytes):
     assert abs(float(again.param_groups[0][NORM]) / norm - 1) < 1e-4
 
 
+def test_a_state_dict_without_the_norm_is_gone_on_from():
+    """One of a run that was not clipped; the next step is not, as a first one is not."""
+    plain, net = model(), model()
+    before = lowbit_optim.AdamW32bit(plain.parameters(), lr=0.01)
+    run_without_schedule(before, plain, [0])
+    before.zero_grad()
+    net.load_state_dict(plain.state_dict())
+    optimizer = lowbit_optim.AdamW32bit(net.parameters(), lr=0.01)
+    release_gradients(optimizer, net, clip_previous_norm=0.05)
+    optimizer.load_state_dict(copy.deepcopy(before.state_dict()))
+    run_without_schedule(optimizer, net, [1])
+    run_without_schedule(before, plain, [1])
+    for p, q in zip(net.parameters(), plain.parameters(), strict=True):
+        assert torch.equal(p, q)
+    norm = math.sqrt(sum(float(p.grad.double().square().sum()) for p in plain.parameters()))
+    assert float(optimizer.param_groups[0][NORM]) == pytest.approx(norm)
+
+
 def run_without_schedule(optimizer, net, steps):
     for t in steps:
         backward(net, t)

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from functools import cache, partial
+from itertools import chain
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from lowbit_optim_kernels import dispatch
-from lowbit_optim_kernels.formats import units
+from lowbit_optim_kernels.formats import Format, units
 from lowbit_optim_kernels.formats.dynamic8 import DYNAMIC8, block_absmax, create_dynamic_map, encode
 from lowbit_optim_kernels.rules import SIGNED, SQUARE, Moment
 
@@ -96,7 +97,10 @@ def _settings(its: Family, group: Group) -> dict[str, Any]:
 def _state(optimizer: LowBitOptimizer, its: Family, member: Member, whole: bool) -> dict[str, Any]:
     """A parameter's state in the flat layout; `whole` for one scale a tensor."""
     numbers = cache(partial(member.numbers, optimizer))
-    exact = all(_saved.is_exact(member.state, m) for several in its.states for m in several)
+    # Asked of all together: a format may have two moments in one byte.
+    stored = _saved.saved_units(member.state, tuple(chain.from_iterable(its.states)))
+    formats = {moment: unit.format for unit in stored for moment in unit.moments}
+    exact = all(format.exact for format in formats.values())
     state: dict[str, Any] = {"step": member.steps}
     for i, moments in enumerate(its.states, 1):
         if exact:
@@ -105,7 +109,7 @@ def _state(optimizer: LowBitOptimizer, its: Family, member: Member, whole: bool)
             # Its classes of one state have the signed code whatever the state is.
             signed = moments[0].signed or len(its.states) == 1
             state[f"qmap{i}"] = create_dynamic_map(signed).to(member.p.device)
-            parts = [_coded(member, numbers, m, signed, i, whole) for m in moments]
+            parts = [_coded(member, numbers, m, formats[m], signed, i, whole) for m in moments]
         for key in parts[0]:
             state[key] = torch.stack([part[key] for part in parts]) if parts[1:] else parts[0][key]
     if its.by_constructor:  # a scratch that its step wants under a max_unorm
@@ -116,8 +120,9 @@ def _state(optimizer: LowBitOptimizer, its: Family, member: Member, whole: bool)
 
 
 def _coded(
-    member: Member, numbers: Numbers, moment: Moment, signed: bool, i: int, whole: bool
-) -> dict[str, Tensor]:
+    member: Member, numbers: Numbers, moment: Moment, format: Format, signed: bool, i: int,
+    whole: bool,
+) -> dict[str, Tensor]:  # fmt: skip
     """A moment's codes and scales; those that there are, if they are what bitsandbytes has."""
     shape = member.p.shape
     if whole:
@@ -125,9 +130,9 @@ def _coded(
         scale = block_absmax(x.reshape(1, -1)).reshape(1)
         codes = encode(x, scale, signed)
         return {f"state{i}": codes, f"max{i}": scale, f"new_max{i}": scale.clone()}
-    stored = _saved.saved_units(member.state, (moment,))[0]
-    if stored.format is DYNAMIC8 and signed == moment.signed and same_blocks(shape, BLOCKS[0]):
-        codes, scales = (member.state[part.key].detach().clone() for part in stored.parts)
+    if format is DYNAMIC8 and signed == moment.signed and same_blocks(shape, BLOCKS[0]):
+        (unit,) = units((moment,), DYNAMIC8)
+        codes, scales = (member.state[part.key].detach().clone() for part in unit.parts)
     else:
         (unit,) = units((Moment(moment.key, SIGNED if signed else SQUARE),), DYNAMIC8)
         flat = numbers()[moment.key].flatten()

@@ -64,7 +64,10 @@ def _settings(family: str, group: Group) -> dict[str, Any]:
 
 def _state(optimizer: LowBitOptimizer, member: Member) -> dict[str, Any]:
     state: dict[str, Any] = {}
-    if member.state:
+    # A buffer says to torch's SGD, which counts no steps, that there has been one. A step that an
+    # AMP scaler has skipped was none.
+    unbegun = optimizer.family == "SGD" and member.state and member.steps == 0
+    if member.state and not unbegun:
         state.update(member.numbers(optimizer))
         steps = member.state["step"].detach().cpu()
     elif optimizer.family == "Adagrad":  # torch's has state from the start

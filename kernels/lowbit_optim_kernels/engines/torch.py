@@ -187,8 +187,9 @@ class _UnitView:
 
     def __init__(self, unit: Unit, stored: Sequence[Tensor], rows: int, row: int) -> None:
         self.unit, self.format, self.shape = unit, unit.format, (rows, row)
+        blocks = -(-row // unit.format.block)  # said, as a tensor without rows does not tell it
         self.views = [
-            x.view(rows, -1 if part.per_block else row) for part, x in self._pairs(stored)
+            x.view(rows, blocks if part.per_block else row) for part, x in self._pairs(stored)
         ]
 
     def _pairs(self, stored: Sequence[Tensor]) -> list[tuple[Part, Tensor]]:
