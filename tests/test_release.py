@@ -2,13 +2,15 @@
 
 import copy
 import math
+import time
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
 from torch import nn
 
 import lowbit_optim
-from lowbit_optim import release_gradients
+from lowbit_optim import _release, release_gradients
 from protocol import CLASSES, identical
 
 NORM = "previous_gradient_norm"
@@ -135,7 +137,7 @@ def test_what_has_no_hook_is_stepped_by_step():
     before = late.detach().clone()
     (2 * late).sum().backward()
     assert late.grad is not None
-    release._flush()
+    release._flush([late], None)
     assert late.grad is None
     assert not torch.equal(late, before)
     release.remove()
@@ -252,6 +254,51 @@ def test_a_step_that_was_refused_counts_once_in_the_norm():
     group["eps"] = 1e-8
     optimizer.step()
     assert float(group[NORM]) == pytest.approx(norm)
+
+
+def test_hooks_of_several_threads_run_one_at_a_time(monkeypatch):
+    """The backward pass has a thread for each device."""
+    together = [model(), model()]
+    apart = copy.deepcopy(together)
+    for nets in (together, apart):
+        params = [p for net in nets for p in net.parameters()]
+        optimizer = lowbit_optim.AdamW32bit(params)
+        release_gradients(optimizer, bucket_bytes=0, clip_previous_norm=0.05)
+        step_some = optimizer._step_some
+
+        def slowly(params, step_some=step_some):
+            time.sleep(0.002)
+            step_some(params)
+
+        monkeypatch.setattr(optimizer, "_step_some", slowly)
+        for t in range(2):
+            with ThreadPoolExecutor(2 if nets is together else 1) as pool:
+                list(pool.map(lambda net, t=t: backward(net, t), nets))
+            optimizer.step()
+    for net, other in zip(together, apart, strict=True):
+        for p, q in zip(net.parameters(), other.parameters(), strict=True):
+            torch.testing.assert_close(p, q, rtol=1e-5, atol=1e-7)
+
+
+def test_a_bucket_is_of_one_stream(monkeypatch):
+    """What another one has left to do it would not wait for."""
+    net = model()
+    streams = {p: p.ndim for p in net.parameters()}
+    monkeypatch.setattr(_release, "_stream", streams.__getitem__)
+    optimizer = lowbit_optim.AdamW8bit(net.parameters())
+    release_gradients(optimizer, bucket_bytes=700)
+    seen, step_some = [], optimizer._step_some
+
+    def noted(params):
+        seen.append({streams[p] for p in params})
+        step_some(params)
+
+    monkeypatch.setattr(optimizer, "_step_some", noted)
+    backward(net, 0)
+    assert sorted(seen, key=sum) == [{1}, {2}, {2}]
+    optimizer.step()
+    assert all(p.grad is None for p in net.parameters())
+    assert len(seen) == 4, "step() takes the bias that is left, whatever its stream"
 
 
 def test_trainers_hooks():
