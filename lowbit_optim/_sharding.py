@@ -357,11 +357,16 @@ def agreeing(params: Sequence[Any]) -> Iterator[dict[Any, Mapping[str, Any]]]:
     _agree(None, params, saved)
 
 
+def _order(mesh: Any) -> tuple[str, ...]:
+    """What sorts meshes alike on all ranks: all by which two differ, as sets have random orders."""
+    return str(mesh.mesh.tolist()), str(mesh.mesh_dim_names), mesh.device_type
+
+
 def _agree(
     error: Exception | None, params: Sequence[Any], saved: Mapping[Any, Mapping[str, Any]]
 ) -> None:
     dtensors = [p for p in params if is_dtensor(p)]
-    for mesh in sorted({p.device_mesh for p in dtensors}, key=lambda mesh: str(mesh.mesh.tolist())):
+    for mesh in sorted({p.device_mesh for p in dtensors}, key=_order):
         of_mesh = [p for p in dtensors if p.device_mesh == mesh]
         kinds = [1 + spread_alike(saved[p], p) if p in saved else 0 for p in of_mesh]
         most = torch.tensor(

@@ -21,7 +21,7 @@ from lowbit_optim import _sharding
 from lowbit_optim_kernels.formats.float32 import FLOAT32
 from lowbit_optim_kernels.plan import Batch, Slot
 from lowbit_optim_kernels.rules import sgd
-from protocol import identical
+from protocol import identical, python
 
 pytestmark = pytest.mark.timeout(120)
 STEPS = 4
@@ -143,3 +143,19 @@ def test_sums_beside_those_of_whole_tensors_are_found_by_numbers_on_the_device(m
     (some,), (all_of_them,) = (batch.shards.values() for batch in batches)
     assert some.device == x.device
     assert all_of_them is None
+
+
+# Meshes of the same ranks, as an expert-parallel model of one expert group has them.
+MESHES = """
+from torch.distributed.device_mesh import DeviceMesh
+from lowbit_optim import _sharding
+options = {"_init_backend": False, "_rank": 0}
+meshes = {DeviceMesh("cpu", [0, 1], mesh_dim_names=(name,), **options) for name in "abcd"}
+print([mesh.mesh_dim_names[0] for mesh in sorted(meshes, key=_sharding._order)])
+"""
+
+
+def test_ranks_ask_each_other_mesh_by_mesh_in_one_order():
+    """Whatever the seed of Python's hashes, which each process has its own of."""
+    (order,) = {python(MESHES, PYTHONHASHSEED=seed) for seed in "12"}
+    assert order == "['a', 'b', 'c', 'd']"
