@@ -135,8 +135,7 @@ class ReleasedGradients:
         params = self._params()
         self._hook(params)
         if clip_previous_norm is not None and params:
-            start = torch.zeros((), dtype=torch.float32, device=_sharding.local(params[0]).device)
-            optimizer.param_groups[0].setdefault(PREVIOUS_NORM, start)
+            self._norm()
         optimizer._released = self.finish
 
     def _params(self) -> list[Tensor]:
@@ -163,7 +162,20 @@ class ReleasedGradients:
         self._waiting, self._squares, self._taken = {}, {}, set()
         if self._optimizer._released == self.finish:
             self._optimizer._released = None
-            self._optimizer.param_groups[0].pop(PREVIOUS_NORM, None)
+            for group in self._optimizer.param_groups:
+                group.pop(PREVIOUS_NORM, None)
+
+    def _norm(self) -> Tensor:
+        """That of all gradients in the step before, beside the first parameter; 0 before there is.
+
+        A state dict that is loaded may have none, or one on a CPU, which every step would wait for.
+        """
+        groups = self._optimizer.param_groups
+        group = next((one for one in groups if PREVIOUS_NORM in one), groups[0])
+        device = _sharding.local(next(p for one in groups for p in one["params"])).device
+        norm = torch.as_tensor(group.get(PREVIOUS_NORM, 0.0), dtype=torch.float32, device=device)
+        group[PREVIOUS_NORM] = norm
+        return norm
 
     @torch.no_grad()
     def _take(self, p: Tensor) -> None:
@@ -197,8 +209,7 @@ class ReleasedGradients:
         if self._clip is None:
             optimizer._step_some(waiting)
         else:
-            norm = optimizer.param_groups[0][PREVIOUS_NORM]
-            optimizer.grad_scale = (norm / self._clip).clamp(min=1.0)  # which gradients have
+            optimizer.grad_scale = (self._norm() / self._clip).clamp(min=1.0)  # which they have
             try:
                 optimizer._step_some(waiting)
             finally:
@@ -209,7 +220,7 @@ class ReleasedGradients:
 
     def _add_squares(self, params: Iterable[Tensor], stream: Any) -> None:
         """Add the squared norms of gradients to those of this step, by who has the other shards."""
-        at = self._optimizer.param_groups[0][PREVIOUS_NORM].device
+        at = self._norm().device
         for p in params:
             key = stream, _sharding.shard_groups(p)
             its = _sharding.shard_of(p.grad, p)
@@ -238,8 +249,7 @@ class ReleasedGradients:
             total = total + there.to(square.device)
         self._squares = {}
         norm = total.sqrt()
-        kept = self._optimizer.param_groups[0][PREVIOUS_NORM]
-        kept.copy_(torch.where(norm.isfinite(), norm, 0.0))
+        self._norm().copy_(torch.where(norm.isfinite(), norm, 0.0))
 
 
 _released_params = WeakTensorKeyDictionary()  # those that hooks step
