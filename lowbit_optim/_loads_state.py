@@ -10,6 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lowbit_optim_kernels.step_plan import same_objects
+
 from . import _checkpoint, _saved, _sharding
 from ._foreign.load import as_ours
 from ._keeps_state import KeepsState
@@ -30,6 +32,8 @@ class LoadsState(KeepsState):
     _settings: Settings
     _overrides: Overrides
     _places: dict[Tensor, tuple[int, int]]
+    _numbered: list[Tensor]
+    _numbering: int
 
     def _overridden(self, settings: Mapping[str, Any]) -> list[tuple[Any, Mapping[str, Any]]]:
         """Settings by what `GlobalOptimManager` overrides of the parameters."""
@@ -108,6 +112,16 @@ class LoadsState(KeepsState):
         if errors:
             raise errors[0]
         return state
+
+    def _renumbered(self) -> list[Tensor]:
+        """All parameters; `_numbering` is another one if some have new numbers in `state_dict()`.
+
+        Their random bits follow from these, which lists that users change may shift unnoticed.
+        """
+        listed = [p for group in self.param_groups for p in group["params"]]
+        if not same_objects(listed, self._numbered):
+            self._numbered, self._numbering = listed, self._numbering + 1
+        return listed
 
     def _place(self, p: Tensor) -> tuple[int, int]:
         """What `state_dict()` calls a parameter, and its group's index."""

@@ -99,6 +99,9 @@ def set_weight(
     kept_as, local = optimizer._weights(p, group), _sharding.local(p)
     value = _sharding.shard_of(weight, p).to(local.device)
     if kept_as.residual is None:
+        if kept_as.bits is not None:  # as in a step, no finite weight becomes infinite
+            value, largest = value.float(), torch.finfo(local.dtype).max
+            value = torch.where(value.isfinite(), value.clamp(-largest, largest), value)
         local.copy_(value)
         return
     share = optimizer._share(p, group)

@@ -90,7 +90,7 @@ class LowBitOptimizer(LoadsState):
         self._settings = Settings()
         self._overrides = _manager.Overrides()
         self._partial_plans: dict[Any, StepPlan] = {}
-        self._places = {}
+        self._places, self._numbered, self._numbering = {}, [], 0
         # What steps what the hooks of released gradients leave.
         self._released: Callable[[], None] | None = getattr(self, "_released", None)
 
@@ -239,7 +239,7 @@ class LowBitOptimizer(LoadsState):
         before the first parameter or state changes.
         """
         last, self.plans, self._places = self.plans, {}, {}
-        params = (p for group in self.param_groups for p in group["params"])
+        params = self._renumbered()
         if self._released is not None and all(p.grad is None for p in params):
             return
         parts = [part for index in range(len(self.param_groups)) for part in self._parts(index)]
@@ -310,7 +310,7 @@ class LowBitOptimizer(LoadsState):
         gradients = [g for g in found if g is not None]
         form = (
             self._step_rule(group), dispatch.request(), *map(group.get, FORM),
-            self._scaler("grad_scale") is None, self._scaler("found_inf") is None,
+            self._scaler("grad_scale") is None, self._scaler("found_inf") is None, self._numbering,
         )  # fmt: skip
         if last is not None and (held := _sharding.locals_of(params, gradients)) is not None:
             plan = last.with_gradients(form, params, *held, self.state)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterable
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -99,6 +101,22 @@ def _check_model(model: nn.Module) -> None:
         )
 
 
+@dataclass
+class _Bucket:
+    """Parameters that wait to be stepped, and the bytes of their gradients."""
+
+    params: list[Tensor] = field(default_factory=list)
+    nbytes: int = 0
+
+
+def _stream(p: Tensor) -> Any:
+    """The stream that a parameter's hook runs on; None where there is one only."""
+    device = _sharding.local(p).device
+    if device.type not in ("cuda", "xpu"):
+        return None
+    return torch.get_device_module(device).current_stream(device)
+
+
 class ReleasedGradients:
     """What `release_gradients` returns: the hooks, and the parameters that wait to be stepped."""
 
@@ -107,15 +125,17 @@ class ReleasedGradients:
     ) -> None:
         self._optimizer, self._bucket_bytes = optimizer, bucket_bytes
         self._clip = clip_previous_norm
-        self._waiting: list[Tensor] = []
-        self._waiting_bytes = 0
+        # By streams: what one of them has left to do, another does not wait for before the backward
+        # pass is over.
+        self._waiting: dict[Any, _Bucket] = {}
+        self._squares: dict[tuple[Any, Groups], Tensor] = {}
         self._taken: set[Tensor] = set()  # since the last step
-        self._squares: dict[Groups, Tensor] = {}
+        self._lock = threading.Lock()  # the backward pass has a thread for each device
         self._hooks: dict[Tensor, RemovableHandle] = {}
         params = self._params()
         self._hook(params)
         if clip_previous_norm is not None and params:
-            self._previous_norm()  # which `state_dict()` has from the start
+            self._norm()
         optimizer._released = self.finish
 
     def _params(self) -> list[Tensor]:
@@ -133,34 +153,38 @@ class ReleasedGradients:
         self._hooks.update((p, p.register_post_accumulate_grad_hook(self._take)) for p in new)
         _released_params.update(dict.fromkeys(new, True))
 
-    def _previous_norm(self) -> Tensor:
-        """The norm of the step before, kept where the first parameter is; 0 where there is none.
-
-        A state dict that is loaded may be of a run without, or be read on another device.
-        """
-        group = self._optimizer.param_groups[0]
-        device = _sharding.local(self._params()[0]).device
-        if PREVIOUS_NORM not in group:
-            group[PREVIOUS_NORM] = torch.zeros((), dtype=torch.float32, device=device)
-        group[PREVIOUS_NORM] = group[PREVIOUS_NORM].to(device)
-        norm: Tensor = group[PREVIOUS_NORM]
-        return norm
-
     def remove(self) -> None:
         """Take the hooks away; gradients that wait to be stepped stay for `optimizer.step()`."""
         for p, hook in self._hooks.items():
             hook.remove()
             _released_params.pop(p, None)
         self._hooks = {}
-        self._waiting, self._waiting_bytes = [], 0
-        self._taken, self._squares = set(), {}
+        self._waiting, self._squares, self._taken = {}, {}, set()
         if self._optimizer._released == self.finish:
             self._optimizer._released = None
-            self._optimizer.param_groups[0].pop(PREVIOUS_NORM, None)
+            for group in self._optimizer.param_groups:
+                group.pop(PREVIOUS_NORM, None)
+
+    def _norm(self) -> Tensor:
+        """That of all gradients in the step before, beside the first parameter; 0 before there is.
+
+        A state dict that is loaded may have none, or one on a CPU, which every step would wait for.
+        """
+        groups = self._optimizer.param_groups
+        group = next((one for one in groups if PREVIOUS_NORM in one), groups[0])
+        device = _sharding.local(next(p for one in groups for p in one["params"])).device
+        norm = torch.as_tensor(group.get(PREVIOUS_NORM, 0.0), dtype=torch.float32, device=device)
+        group[PREVIOUS_NORM] = norm
+        return norm
 
     @torch.no_grad()
     def _take(self, p: Tensor) -> None:
         """The hook of a parameter: its gradient is complete."""
+        with self._lock:
+            self._wait(p, _stream(p))
+
+    def _wait(self, p: Tensor, stream: Any) -> None:
+        """Have a parameter stepped once there are enough of its stream."""
         if p in self._taken:
             raise RuntimeError(
                 f"a parameter of shape {tuple(p.shape)} has a second gradient since the last "
@@ -169,15 +193,15 @@ class ReleasedGradients:
             )
         # Of the whole parameter, so that all ranks step at the same time.
         self._taken.add(p)
-        self._waiting.append(p)
-        self._waiting_bytes += p.numel() * p.element_size()
-        if self._waiting_bytes >= self._bucket_bytes:
-            self._flush()
+        bucket = self._waiting.setdefault(stream, _Bucket())
+        bucket.params.append(p)
+        bucket.nbytes += p.numel() * p.element_size()
+        if bucket.nbytes >= self._bucket_bytes:
+            self._flush(self._waiting.pop(stream).params, stream)
 
-    def _flush(self) -> None:
-        """Step the parameters that wait, and drop their gradients."""
-        waiting = [p for p in self._waiting if p.grad is not None]  # some may be zeroed by now
-        self._waiting, self._waiting_bytes = [], 0
+    def _flush(self, params: Iterable[Tensor], stream: Any) -> None:
+        """Step parameters on a stream, and drop their gradients."""
+        waiting = [p for p in params if p.grad is not None]  # some may be zeroed by now
         if not waiting:
             return
         optimizer = self._optimizer
@@ -185,39 +209,39 @@ class ReleasedGradients:
         if self._clip is None:
             optimizer._step_some(waiting)
         else:
-            norm = self._previous_norm()
-            optimizer.grad_scale = (norm / self._clip).clamp(min=1.0)  # which gradients have
+            optimizer.grad_scale = (self._norm() / self._clip).clamp(min=1.0)  # which they have
             try:
                 optimizer._step_some(waiting)
             finally:
                 del optimizer.grad_scale
-            self._add_squares(waiting)  # once: a step that raises may be taken again
+            self._add_squares(waiting, stream)  # once: a step that raises may be taken again
         for p in waiting:
             p.grad = None
 
-    def _add_squares(self, params: Iterable[Tensor]) -> None:
+    def _add_squares(self, params: Iterable[Tensor], stream: Any) -> None:
         """Add the squared norms of gradients to those of this step, by who has the other shards."""
-        at = self._previous_norm().device
+        at = self._norm().device
         for p in params:
-            groups = _sharding.shard_groups(p)
+            key = stream, _sharding.shard_groups(p)
             its = _sharding.shard_of(p.grad, p)
             square = torch.linalg.vector_norm(its, dtype=torch.float32)
-            total = self._squares.get(groups)
+            total = self._squares.get(key)
             square = (square.double() if at.type != "mps" else square).to(at) ** 2
-            self._squares[groups] = square if total is None else total + square
+            self._squares[key] = square if total is None else total + square
 
     @torch.no_grad()
     def finish(self) -> None:
         """Step what still waits, and what had no hook yet; the step is over."""
         params = self._params()
         self._hook(params)
-        self._waiting = list(dict.fromkeys(self._waiting + params))  # those without gradients drop
-        self._flush()
+        waiting = [p for bucket in self._waiting.values() for p in bucket.params]
+        self._waiting = {}
+        self._flush(dict.fromkeys(waiting + params), None)  # those without gradients drop
         self._taken = set()
         if self._clip is None or not self._squares:
             return
         total: Any = 0.0
-        for groups, square in self._squares.items():
+        for (_, groups), square in self._squares.items():
             there = square.clone()
             for group, device in groups:
                 there = there.to(device)
@@ -225,7 +249,7 @@ class ReleasedGradients:
             total = total + there.to(square.device)
         self._squares = {}
         norm = total.sqrt()
-        self._previous_norm().copy_(torch.where(norm.isfinite(), norm, 0.0))
+        self._norm().copy_(torch.where(norm.isfinite(), norm, 0.0))
 
 
 _released_params = WeakTensorKeyDictionary()  # those that hooks step

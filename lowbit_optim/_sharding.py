@@ -305,7 +305,7 @@ def all_reduce(batches: Sequence[Batch], sums: Sequence[Tensor]) -> None:
     """Add up the shards' sums of all batches, in one collective call for each process group."""
     levels = max((len(groups) for batch in batches for groups in batch.shards), default=0)
     for level in range(levels):
-        rows: dict[tuple[Any, str], list[tuple[Tensor, list[int]]]] = {}
+        rows: dict[tuple[Any, str], list[tuple[Tensor, Tensor | None]]] = {}
         for batch, total in zip(batches, sums, strict=True):
             for groups, index in batch.shards.items():
                 if level < len(groups):
@@ -314,24 +314,21 @@ def all_reduce(batches: Sequence[Batch], sums: Sequence[Tensor]) -> None:
             _add_up(group, device, found)
 
 
-def _add_up(group: Any, device: str, found: list[tuple[Tensor, list[int]]]) -> None:
+def _add_up(group: Any, device: str, found: list[tuple[Tensor, Tensor | None]]) -> None:
     (total, index), *others = found
-    if not others and len(index) == len(total) and total.device.type == device:
+    if not others and index is None and total.device.type == device:
         dist.all_reduce(total, group=group)
         return
-    parts = [
-        total.flatten() if len(index) == len(total) else total[index].flatten()
-        for total, index in found
-    ]
+    parts = [total if index is None else total[index] for total, index in found]
     devices = [part.device for part in parts]
     together = next((d for d in devices if d.type == device), torch.device(device))
-    buffer = torch.cat([part.to(together) for part in parts])
+    buffer = torch.cat([part.flatten().to(together) for part in parts])
     dist.all_reduce(buffer, group=group)
     at = 0
     for (total, index), part in zip(found, parts, strict=True):
-        piece = buffer[at : at + part.numel()].to(total.device).view(len(index), *total.shape[1:])
+        piece = buffer[at : at + part.numel()].to(total.device).view(part.shape)
         at += part.numel()
-        if len(index) == len(total):
+        if index is None:
             total.copy_(piece)
         else:
             total[index] = piece
@@ -360,11 +357,16 @@ def agreeing(params: Sequence[Any]) -> Iterator[dict[Any, Mapping[str, Any]]]:
     _agree(None, params, saved)
 
 
+def _order(mesh: Any) -> tuple[str, ...]:
+    """What sorts meshes alike on all ranks: all by which two differ, as sets have random orders."""
+    return str(mesh.mesh.tolist()), str(mesh.mesh_dim_names), mesh.device_type
+
+
 def _agree(
     error: Exception | None, params: Sequence[Any], saved: Mapping[Any, Mapping[str, Any]]
 ) -> None:
     dtensors = [p for p in params if is_dtensor(p)]
-    for mesh in sorted({p.device_mesh for p in dtensors}, key=lambda mesh: str(mesh.mesh.tolist())):
+    for mesh in sorted({p.device_mesh for p in dtensors}, key=_order):
         of_mesh = [p for p in dtensors if p.device_mesh == mesh]
         kinds = [1 + spread_alike(saved[p], p) if p in saved else 0 for p in of_mesh]
         most = torch.tensor(

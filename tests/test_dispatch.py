@@ -319,14 +319,24 @@ def test_torch_has_an_openmp_team():
 def test_a_triton_that_cannot_compile_the_kernels_is_not_asked_to(monkeypatch):
     triton = pytest.importorskip("triton")
     cuda = torch.device("cuda")
+    monkeypatch.setenv("TRITON_INTERPRET", "0")
     monkeypatch.setattr(triton, "__version__", "3.4.0")
     assert engines.TRITON.refusal(cuda, torch.float32) is None
     monkeypatch.setattr(triton, "__version__", "3.3.1")
     refusal = engines.TRITON.refusal(cuda, torch.float32)
     assert "3.4" in refusal.reason
     assert refusal.warn
-    monkeypatch.setenv("TRITON_INTERPRET", "1")
-    assert engines.TRITON.refusal(torch.device("cpu"), torch.float32) is None, "interpreted"
     with pytest.warns(RuntimeWarning, match="slower torch engine: Triton before 3.4"):
         choice = dispatch.choose("auto", "", cuda, torch.float32)
     assert choice.name == "torch"
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    assert engines.TRITON.refusal(torch.device("cpu"), torch.float32) is None, "interpreted"
+
+
+@pytest.mark.parametrize("device", ["cuda", "xpu"])
+def test_tritons_interpreter_is_not_given_a_devices_addresses(monkeypatch, device):
+    pytest.importorskip("triton")
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    refusal = engines.TRITON.refusal(torch.device(device), torch.float32)
+    assert refusal.reason.startswith("TRITON_INTERPRET is set")
+    assert refusal.warn

@@ -336,6 +336,18 @@ def test_state_begins_with_the_weights_that_are_loaded(name, bits):
             torch.testing.assert_close(x, weights - step, rtol=0, atol=1e-6)
 
 
+@pytest.mark.parametrize("bits", [16, 24, 32])
+def test_no_finite_weight_is_loaded_as_infinite(bits):
+    p = torch.nn.Parameter(torch.ones(4, dtype=torch.bfloat16))
+    optimizer = lowbit_optim.AdamW8bit([p], master_weight_bits=bits)
+    load_master_weights(optimizer, [torch.tensor([3.4e38, -3.4e38, math.inf, math.nan])])
+    largest = torch.finfo(torch.bfloat16).max
+    assert p.tolist()[:3] == [largest, -largest, math.inf]
+    assert p[3].isnan()
+    load_master_weights(optimizer, [torch.full((4,), 6e4, dtype=torch.float16)])
+    assert identical(p.detach(), torch.full((4,), 6e4).bfloat16())
+
+
 @pytest.mark.parametrize("function", [master_weights, lambda other: load_master_weights(other, [])])
 def test_another_librarys_optimizer_has_no_master_weights(function):
     other = torch.optim.SGD([torch.nn.Parameter(torch.zeros(3))])

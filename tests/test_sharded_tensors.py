@@ -17,7 +17,11 @@ from torch.testing._internal.two_tensor import TwoTensor
 
 import lowbit_optim
 import sharded
-from protocol import identical
+from lowbit_optim import _sharding
+from lowbit_optim_kernels.formats.float32 import FLOAT32
+from lowbit_optim_kernels.plan import Batch, Slot
+from lowbit_optim_kernels.rules import sgd
+from protocol import identical, python
 
 pytestmark = pytest.mark.timeout(120)
 STEPS = 4
@@ -120,3 +124,38 @@ def all_cases(rank, world, folder):
 @pytest.mark.slow
 def test_two_ranks(tmp_path):
     sharded.run(2, all_cases, str(tmp_path))
+
+
+def test_sums_beside_those_of_whole_tensors_are_found_by_numbers_on_the_device(monkeypatch):
+    """A device waits for the copy of a list of numbers, in every step."""
+    monkeypatch.setattr(torch.distributed, "all_reduce", lambda x, group: x.mul_(10))
+    x, step = torch.zeros(4), torch.zeros((), dtype=torch.int64)
+
+    def batch_of(*groups):
+        slots = [Slot(x, x, FLOAT32, (), step, 1, 4, 4, groups=each) for each in groups]
+        return Batch(sgd.sgd(False, False, True), slots, x.device, "torch")
+
+    ranks = (("ranks", "cpu"),)
+    batches = [batch_of(ranks, (), ranks), batch_of(ranks)]
+    sums = [torch.arange(6.0).view(3, 2), torch.ones(1, 2)]
+    _sharding.all_reduce(batches, sums)
+    assert [total.tolist() for total in sums] == [[[0, 10], [2, 3], [40, 50]], [[10, 10]]]
+    (some,), (all_of_them,) = (batch.shards.values() for batch in batches)
+    assert some.device == x.device
+    assert all_of_them is None
+
+
+# Meshes of the same ranks, as an expert-parallel model of one expert group has them.
+MESHES = """
+from torch.distributed.device_mesh import DeviceMesh
+from lowbit_optim import _sharding
+options = {"_init_backend": False, "_rank": 0}
+meshes = {DeviceMesh("cpu", [0, 1], mesh_dim_names=(name,), **options) for name in "abcd"}
+print([mesh.mesh_dim_names[0] for mesh in sorted(meshes, key=_sharding._order)])
+"""
+
+
+def test_ranks_ask_each_other_mesh_by_mesh_in_one_order():
+    """Whatever the seed of Python's hashes, which each process has its own of."""
+    (order,) = {python(MESHES, PYTHONHASHSEED=seed) for seed in "12"}
+    assert order == "['a', 'b', 'c', 'd']"

@@ -167,6 +167,28 @@ def test_a_change_is_seen(change, engine):
 
 
 @pytest.mark.parametrize("engine", ["numba", "torch"])
+@pytest.mark.parametrize("group", [0, 1])
+def test_a_new_number_is_seen(group, engine):
+    """A parameter's random bits are those of its number, which others may shift unnoticed."""
+
+    def after_a_change(looks_at_everything):
+        before, p, frozen = parameters(torch.bfloat16, shapes=((5, 5), (12, 70), (3,)))
+        groups = [{"params": [before]}, {"params": [p]}]
+        optimizer = lowbit_optim.AdamW8bit(groups, min_8bit_size=1)
+        for t in range(3):
+            if t == 1:
+                optimizer.param_groups[group]["params"].insert(0, frozen)
+            if looks_at_everything:
+                optimizer.plans.clear()
+            give_gradients([before, p], t)
+            optimizer.step()
+        return snapshot(optimizer)
+
+    with lowbit_optim.use_engine(engine):
+        assert identical(after_a_change(False), after_a_change(True))
+
+
+@pytest.mark.parametrize("engine", ["numba", "torch"])
 @pytest.mark.parametrize("change", [transpose, view_transposed, set_its_neg_bit])
 def test_a_parameter_is_updated_as_it_is_read(change, engine):
     """In whatever order and sign its memory holds the numbers."""

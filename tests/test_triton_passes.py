@@ -56,6 +56,21 @@ def test_addresses_are_64_bit():
     assert target.tolist() == [[0, -4096], [2**48, 1]]
 
 
+def test_a_number_takes_the_place_of_a_tensor():
+    """0 too, for which nothing else tells it from the tensor's place."""
+    with lowbit_optim.use_engine("triton"):
+        (p,) = params = [torch.nn.Parameter(torch.ones(300, device=DEVICE))]
+        p.grad = torch.ones_like(p)
+        optimizer = lowbit_optim.SGD32bit(params, lr=0.5)
+        optimizer.step()
+    ((batch,),) = [plan.batches for plan in optimizer.plans.values()]
+    place = triton_plan._hyper_names(batch.rule).index("lr")
+    for lr in (torch.tensor(0.25, device=DEVICE), 0.0):
+        batch.hyper = {**batch.hyper, "lr": lr}
+        triton_plan._send_hyperparameters(batch.tables, batch)
+        assert float(batch.tables.hyper[place]) == float(lr)
+
+
 # A format for Triton is a module with these functions, and this one is such a module.
 
 

@@ -160,13 +160,20 @@ class Batch:
         return self.device, self.engine, self.turn
 
     @cached_property
-    def shards(self) -> dict[tuple[tuple[Any, str], ...], list[int]]:
-        """The slots whose sums are added up over processes, by these."""
+    def shards(self) -> dict[tuple[tuple[Any, str], ...], Tensor | None]:
+        """The slots whose sums are added up over processes, by these; None for all slots.
+
+        Their numbers are on the device: indexing by a list would have each step wait for its copy.
+        """
         found: dict[tuple[tuple[Any, str], ...], list[int]] = {}
         for i, slot in enumerate(self.slots):
             if slot.groups:
                 found.setdefault(slot.groups, []).append(i)
-        return found
+        every = len(self.slots)
+        return {
+            groups: None if len(index) == every else torch.tensor(index, device=self.device)
+            for groups, index in found.items()
+        }
 
     def look(self) -> None:
         """Note addresses and the key, while slots and values are what this step has."""

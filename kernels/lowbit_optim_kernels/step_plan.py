@@ -36,7 +36,7 @@ def _guards(tensors: Sequence[Tensor]) -> Callable[..., bool]:
     return unchanged
 
 
-def _same_objects(a: Iterable[Any], b: Sequence[Any]) -> bool:
+def same_objects(a: Iterable[Any], b: Sequence[Any]) -> bool:
     """Whether two sequences hold the same objects; tensors are not compared by value."""
     a = list(a)
     return len(a) == len(b) and all(map(is_, a, b))
@@ -176,14 +176,14 @@ class StepPlan:
         state: Mapping[Tensor, dict[str, Any]],
     ) -> StepPlan | None:  # fmt: skip
         """This plan with new gradients, if nothing else is new; else None."""
-        if not self._holds or form != self.form or not _same_objects(params, self.params):
+        if not self._holds or form != self.form or not same_objects(params, self.params):
             return None
         holds = (
             self._look.is_of(gradients)
-            and (held is params or _same_objects(held, self.held))
+            and (held is params or same_objects(held, self.held))
             and self._look_of_held.is_of(held)  # `p.data.t()` has p's address
-            and _same_objects(map(state.get, params), self._states)
-            and _same_objects(chain.from_iterable(map(dict.values, self._states)), self._values)
+            and same_objects(map(state.get, params), self._states)
+            and same_objects(chain.from_iterable(map(dict.values, self._states)), self._values)
             and _addresses(self._tensors) == self._addresses
         )
         addresses = _addresses(gradients) if holds else []

@@ -128,6 +128,9 @@ def _triton_declines(device: torch.device, dtype: torch.dtype) -> Refusal | None
     broken = _broken("triton") or _without_sources()
     if broken or interpreted:
         return broken
+    if interpreter:  # which ends the process where it follows an address
+        reason = "TRITON_INTERPRET is set, and its interpreter cannot read a device's memory"
+        return Refusal(reason, warn=True)
     import triton  # its distribution may have another name, so the version is asked of the module
 
     major, minor, *_ = triton.__version__.split(".")

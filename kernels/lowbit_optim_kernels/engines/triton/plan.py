@@ -50,7 +50,7 @@ class Plan:
     hyper: Tensor
     count: Tensor
     pointers: list[int] = field(default_factory=list)
-    values: list[float] = field(default_factory=list)
+    values: list[float | None] = field(default_factory=list)
     spare: list[tuple[Tensor, Tensor]] = field(default_factory=list)
 
 
@@ -138,9 +138,10 @@ def _send_addresses(plan: Plan, pointers: list[int]) -> None:
 
 def _send_hyperparameters(plan: Plan, batch: Batch) -> None:
     given = [batch.hyper[name] for name in _hyper_names(batch.rule)]
-    on_host = [0.0 if isinstance(value, Tensor) else float(value) for value in given]
+    # (What a tensor has filled is no number's yet: 0.0 in its place would be taken for sent.)
+    on_host = [None if isinstance(value, Tensor) else float(value) for value in given]
     if on_host and on_host != plan.values:
-        _send(plan, 1, plan.hyper, on_host)
+        _send(plan, 1, plan.hyper, [value or 0.0 for value in on_host])
         plan.values = on_host
     for i, value in enumerate(given):
         if isinstance(value, Tensor):
