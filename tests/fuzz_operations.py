@@ -194,7 +194,7 @@ INVALID = {
     "lr": [NAN, INF, "0.1", None, torch.ones(2), 1j],
     "weight_decay": [NAN, "x", None, -1.0, [0.1]],
     "momentum": [NAN, "x", None, -1.0],
-    "optim_bits": [4, "8", 16, None, 8.5],
+    "optim_bits": [5, "8", 16, None, 8.5],
     "min_8bit_size": [-1, "x", None, 0.5],
     "percentile_clipping": [50.5, 101, -1, "5", None],
     "betas": [(0.9,), (NAN, 0.9), (1.5, 0.9), "ab", None, 0.9],
@@ -281,7 +281,7 @@ def a_new_group(optimizer, rng):
 def a_new_group_that_is_invalid(optimizer, rng):
     new = torch.nn.Parameter(torch.ones(3))
     group = rng.choice([
-        {"params": [new], "lr": "x"}, {"params": [new], "optim_bits": 4},
+        {"params": [new], "lr": "x"}, {"params": [new], "optim_bits": 5},
         {"params": [torch.ones(3, dtype=torch.int64)]}, {"params": all_parameters(optimizer)[:1]},
         {"params": [new], "percentile_clipping": 0.5}, {"lr": 0.1}, {"params": ["x"]}, [new],
         {"params": [torch.ones(3, dtype=torch.complex64)]}, {"params": {new}},

@@ -114,7 +114,8 @@ class World:
             assert not bool((value < 0).any()), f"{what} is negative"
         if self.huge.get(index) and not eight:
             return
-        lost = self.lost.get(index, False) if key in self.case.moments else False
+        of_gradients = key in (*self.case.moments, "z")  # which no format codes
+        lost = self.lost.get(index, False) if of_gradients else False
         assert bool((value.isfinite() | lost).all()), f"{what} is not finite"
 
     # New twins, each made in a way in which training is resumed.

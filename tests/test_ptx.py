@@ -323,6 +323,13 @@ def test_packed_numbers():
     assert call("mul.f16x2", *halves).view(np.float16).tolist() == [0.375, -6.0]
 
 
+def test_halves_and_fp32_are_summed_in_fp32():
+    half, single = np.array([1.0, 65504.0], np.float16), np.array([2.0**-20, 1.0], np.float32)
+    assert call("sub.rn.f32.f16", half, single).tolist() == [1 - 2.0**-20, 65503.0]
+    assert call("add.rn.f32.bf16", np.array([0x3F80], np.uint16), single[:1])[0] == 1 + 2.0**-20
+    assert call("fma.rn.f32.f16", half, half, single)[0] == np.float32(1 + 2.0**-20)
+
+
 def test_both_halves_are_compared_at_once():
     """A subnormal number and NaN are not zero, -0 is."""
     halves = np.array([[0x0001, 0x8000], [0x7FFF, 0x0000]], np.uint16)

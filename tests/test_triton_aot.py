@@ -257,6 +257,38 @@ def test_kinds_of_new_formats_and_weights_compile():
     in_a_process("-c", KINDS)
 
 
+SMALL_GPUS = """
+import sys
+
+import torch
+from triton.backends.compiler import GPUTarget
+from benchmarks.static.instructions import RULES, rounded
+from benchmarks.static.machine_code import count
+from lowbit_optim_kernels.engines.triton import engine
+from lowbit_optim_kernels.formats import FORMATS
+from lowbit_optim_kernels.weights import OF_BITS, PLAIN
+
+backend, arch, lanes = sys.argv[1].split("-")
+target = GPUTarget(backend, int(arch) if arch.isdigit() else arch, int(lanes))
+for dtype, weights in ((torch.float16, PLAIN), (torch.bfloat16, OF_BITS[16])):
+    for name in ("dynamic8", "ratio8"):
+        rule, kind = rounded(RULES["AdamW"], FORMATS[name], True), (dtype, dtype, FORMATS[name])
+        engine.compile_for(target, rule, "begin", (*kind, True, 16, weights))
+        kernel = engine.compile_for(target, rule, "update", (*kind, True, 16, weights))
+        assert count(kernel, 1).spills == 0, (dtype, name)
+"""
+
+
+@pytest.mark.parametrize(
+    "target",
+    ["cuda-75-32", "cuda-86-32", "cuda-89-32", "cuda-120-32", "hip-gfx90a-64", "hip-gfx1100-32"],
+    ids=["T4", "RTX 3090", "RTX 4090", "RTX 5090", "MI250", "RX 7900"],
+)
+@pytest.mark.slow
+def test_kernels_compile_for_the_gpus_that_people_fine_tune_on(target):
+    in_a_process("-c", SMALL_GPUS, target)
+
+
 @pytest.mark.slow
 def test_masked_and_guarded_kernels_compile_and_keep_wide_accesses():
     """Blocks that start at multiples of 16 elements keep 16-byte accesses, in rows, under a mask.

@@ -50,13 +50,14 @@ TILES = {
     "mixed": [(4096,), (9, 272), (5, 300), (2048 + 272,), (2048,), (33, 64), (0,)],
 }
 GRADIENTS = ("plain", "scaled", "skipped", "bad", "wide")
+ARCHITECTURES = (75, 80, 90, 120)  # GPUs as T4, A100, H100, RTX 5090
 
 
 def steps():
     """Rows of the design, with the options of their class in turn, and more until all had one."""
     factors = {
         "optimizer": CLASSES, "format": list(OPTIONS_OF), "weights": list(WEIGHTS),
-        "tiles": list(TILES), "gradients": GRADIENTS, "arch": (80, 90),
+        "tiles": list(TILES), "gradients": GRADIENTS, "arch": ARCHITECTURES,
     }  # fmt: skip
 
     def allowed(row):

@@ -49,6 +49,8 @@ def operation(opcode: tuple[str, ...], operands: int = 2) -> Operation:
     if kind.endswith("x2"):
         given = ("u16" if x == "u32" else x for x in opcode[:-1])  # of all ones, half for each half
         return _packed(operation((*given, kind[:-2])), kind)
+    if name in ("add", "sub", "fma") and modifiers[1:] == ("f32",) and kind in ("f16", "bf16"):
+        return _of_halves(operation((*opcode[:-1],)), kind)
     make = _MAKERS.get(name)
     found = make(name, modifiers, kind) if make else None
     if found is None:
@@ -69,6 +71,16 @@ def _packed(single: Operation, kind: str) -> Operation:
         return found if found.dtype == bool else found.view(whole).ravel()
 
     return Operation(function, (kind,) * len(single.inputs))
+
+
+def _of_halves(single: Operation, kind: str) -> Operation:
+    """An operation on fp32 numbers, of which all but the last are halves."""
+
+    def function(*operands: Array) -> Array:
+        *halves, last = operands
+        return single.function(*(wide(x, kind) for x in halves), last)
+
+    return Operation(function, (kind,) * (len(single.inputs) - 1) + single.inputs[-1:])
 
 
 def _taken(modifiers: tuple[str, ...], allowed: tuple[str, ...]) -> bool:
