@@ -148,10 +148,8 @@ class ScheduleFreeAdamW(LowBitOptimizer):
     def _begin_again(self, p: Tensor, group: Mapping[str, Any]) -> None:
         state = self.state.get(p)
         if state and int(state["step"]) == 0:
-            weight, share = weight_of(self, p, group), self._share(p, group)
-            whole = share is not None and share.whole
-            weight = _sharding.whole(weight) if whole else _sharding.local(weight)
-            _sharding.local(state["z"]).copy_(weight)
+            z = state["z"]
+            _sharding.local(z).copy_(_sharding.shard_of(weight_of(self, p, group), z))
 
 
 @fixed_bits(8)

@@ -50,7 +50,7 @@ def operation(opcode: tuple[str, ...], operands: int = 2) -> Operation:
         given = ("u16" if x == "u32" else x for x in opcode[:-1])  # of all ones, half for each half
         return _packed(operation((*given, kind[:-2])), kind)
     if name in ("add", "sub", "fma") and modifiers[1:] == ("f32",) and kind in ("f16", "bf16"):
-        return _of_halves(operation((*opcode[:-1],)), kind)
+        return _of_halves(operation(opcode[:-1]), kind)
     make = _MAKERS.get(name)
     found = make(name, modifiers, kind) if make else None
     if found is None:
