@@ -10,7 +10,6 @@ from __future__ import annotations
 import re
 import subprocess
 import tempfile
-from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,7 +25,6 @@ class Count:
         spills: instructions that move registers to memory and back.
         widest_load: bytes of the widest load from global memory.
         narrow: share of the global loads and stores that move fewer than 4 bytes.
-        opcodes: how often each occurs on that way.
         listed: instructions of the whole listing, functions too.
     """
 
@@ -35,7 +33,6 @@ class Count:
     spills: int
     widest_load: int
     narrow: float
-    opcodes: dict[str, int]
     listed: int
 
 
@@ -104,19 +101,17 @@ def _count_sass(cubin: bytes, elements: float) -> Count:
         # Dataflow analysis takes a third of the time, to tell where jumps through tables lead.
         listing = run("nvdisasm", "--print-code", "--no-dataflow", file.name)
         usage = run("cuobjdump", "-res-usage", file.name)
-    opcodes = shortest_way(listing)
     registers = re.search(r"REG:(\d+)", usage)
     assert registers is not None
     everything = sass_opcodes(listing, functions=True)
     widths = [_sass_bytes(x) for x in everything if x.startswith(("LDG", "STG"))]
     loads = [_sass_bytes(x) for x in everything if x.startswith("LDG")]
     return Count(
-        instructions=len(opcodes) / elements,
+        instructions=len(shortest_way(listing)) / elements,
         registers=int(registers[1]),
         spills=sum(x.startswith(("LDL", "STL")) for x in everything),
         widest_load=max(loads),
         narrow=sum(width < 4 for width in widths) / len(widths),
-        opcodes=dict(Counter(opcodes).most_common()),
         listed=len(everything),
     )
 
@@ -140,7 +135,6 @@ def _count_gcn(assembly: str, elements: float) -> Count:
         spills=sum(x.startswith("scratch_") for x in opcodes),
         widest_load=max(loads),
         narrow=sum(_gcn_bytes(x) < 4 for x in memory) / len(memory),
-        opcodes=dict(Counter(opcodes).most_common()),
         listed=len(opcodes),
     )
 

@@ -24,7 +24,6 @@ from ..formats.layout import Layout
 from ..plan import WEIGHT_BLOCK, Batch, Slot
 from ..rules import HISTORY, Chain, Phase, RuleFunction
 
-NAME = "torch"
 SPAN = 1 << 16  # elements; small tensors are done in one piece
 
 

@@ -33,7 +33,6 @@ from . import source as numba_source
 from . import threads as numba_threads
 from .cache import CFunction, c_function
 
-NAME = "numba"
 KIND = {torch.float32: "f32", torch.bfloat16: "bf16", torch.float16: "f16"}
 CHUNK = 1 << 14  # elements, in whole blocks
 ALONE = 1 << 16  # elements; fewer are not worth waking a thread for

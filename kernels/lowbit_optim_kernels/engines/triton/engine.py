@@ -33,7 +33,6 @@ from .plan import LANES, Plan, lanes
 from .primitives import INTERPRETED
 from .scalars import add_up
 
-NAME = "triton"
 # Sums are fused where the text says so (`rule_source`). Which others a compiler would fuse depends
 # on what else is in a kernel: a tensor would not step to the same bits in every group.
 OPTIONS = {"num_warps": 4, "enable_fp_fusion": False}
