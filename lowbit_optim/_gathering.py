@@ -17,6 +17,8 @@ from torch import Tensor
 from lowbit_optim_kernels.engines.registry import is_wrapper
 from lowbit_optim_kernels.plan import ALIGNMENT
 
+from ._sharding import sharded_dims
+
 # By its name in this version of torch, of which newer ones warn of the older name.
 ALL_GATHER = "all_gather_single" if hasattr(dist, "all_gather_single") else "all_gather_into_tensor"
 
@@ -96,14 +98,14 @@ class _Gathering:
     alike: list[_Alike]
     index: list[int]
     mesh: Any
-    dims: list[int]
+    dims: tuple[int, ...]
     lengths: list[list[int]]
 
     @staticmethod
     def of(index: list[int], params: Sequence[Any], stay: int) -> _Gathering:
         """That of tensors which are dealt out as these parameters are; the first `stay` stay."""
         mesh = params[0].device_mesh
-        dims = [i for i, placement in enumerate(params[0].placements) if placement.is_shard()]
+        dims = sharded_dims(params[0])
         sizes = [mesh.size(i) for i in dims]
         by_shape: dict[tuple[torch.Size, bool], list[int]] = {}
         for i, p in zip(index, params, strict=True):

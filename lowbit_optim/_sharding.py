@@ -113,7 +113,7 @@ def gradient(p: Any, name: str) -> Tensor:
     return shard_of(p.grad, p)
 
 
-def _shards(p: Any) -> tuple[int, ...]:
+def sharded_dims(p: Any) -> tuple[int, ...]:
     """The dimensions of the mesh over which a DTensor's rows are dealt out."""
     return tuple(i for i, placement in enumerate(p.placements) if placement.is_shard())
 
@@ -123,13 +123,13 @@ def shard_groups(p: Any) -> Groups:
     if not is_dtensor(p):
         return ()
     mesh = p.device_mesh
-    dims = [i for i in _shards(p) if mesh.size(i) > 1]
+    dims = [i for i in sharded_dims(p) if mesh.size(i) > 1]
     return tuple((mesh.get_group(i), mesh.device_type) for i in dims)
 
 
 def _cuts_blocks(p: Any, block: int) -> bool:
     """Whether a shard of a DTensor may end within a block of this size."""
-    dims, layout = _shards(p), Layout.of(p.shape, block)
+    dims, layout = sharded_dims(p), Layout.of(p.shape, block)
     if not dims or layout.by_rows or not p.numel():
         return False
     ranks = math.prod(p.device_mesh.size(i) for i in dims)
@@ -160,7 +160,7 @@ class Share:
         """That of a DTensor whose moments are kept in this format; `whole` if the rule needs it."""
         coded = any(not unit.format.exact for unit in units(moments, format))
         cut = coded and _cuts_blocks(p, format.block)
-        return Share(p, moments, format, cut or (whole and bool(_shards(p))))
+        return Share(p, moments, format, cut or (whole and bool(sharded_dims(p))))
 
     @property
     def groups(self) -> Groups:
