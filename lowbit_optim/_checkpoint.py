@@ -251,7 +251,7 @@ def check_values(
         if x.key in saved:
             _check_lasting(x, saved[x.key])
         elif not x.history:
-            raise ValueError(f"it has no {x.key!r}, only {sorted(map(str, saved))}")
+            raise _saved.missing(x.key, saved)
     if RESIDUAL_KEY in saved:
         _check_residual(saved[RESIDUAL_KEY], p)
     there = _saved.known(saved, tuple(moments))

@@ -147,7 +147,7 @@ class KeepsState(Optimizer):
         moments = dict.fromkeys((*self._moments(group), *self.SAVED_MOMENTS))
         _checkpoint.check_values(saved, p, moments, self._lasting(group))
         if self.step_required and "step" not in saved:
-            raise ValueError(f"it has no 'step', only {sorted(map(str, saved))}")
+            raise _saved.missing("step", saved)
 
     def _fitted(self, saved: dict[str, Any], p: Tensor, group: Mapping[str, Any]) -> dict[str, Any]:
         """A parameter's state, copied from `saved` and stored as `group` asks."""

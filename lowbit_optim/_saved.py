@@ -59,14 +59,18 @@ def saved_units(saved: Mapping[str, Any], moments: Moments) -> tuple[Unit, ...]:
     if None in each:  # formats may keep moments in tensors that tell none of them apart
         whole = _format_of(saved, moments)
         if whole is None:
-            missing = moments[each.index(None)].key
-            raise ValueError(f"it has no {missing!r}, only {sorted(map(str, saved))}")
+            raise missing(moments[each.index(None)].key, saved)
         return units(moments, whole)
     if len(set(each)) == 1:
         return units(moments, each[0])
     return tuple(
         unit for m, format in zip(moments, each, strict=True) for unit in units((m,), format)
     )
+
+
+def missing(key: str, saved: Mapping[str, Any]) -> ValueError:
+    """The error that saved state has nothing under a key."""
+    return ValueError(f"it has no {key!r}, only {sorted(map(str, saved))}")
 
 
 def check(saved: Mapping[str, Any], p: Tensor, unit: Unit) -> None:

@@ -29,7 +29,7 @@ from lowbit_optim_kernels.rules.rmsprop import MEAN_SQUARE
 from lowbit_optim_kernels.rules.sgd import MOMENTUM as SGD
 
 from .._checks import is_number
-from .._saved import require_scales, require_shape
+from .._saved import missing, require_scales, require_shape
 from .._settings import as_number
 from .coded import Coded, check_book
 from .library import Library
@@ -200,7 +200,7 @@ def _check_states(flat: Mapping[str, Any], family: str, its: Family) -> None:
             f"{' and '.join(there) or 'neither'}"
         )
     if "step" not in flat:
-        raise ValueError(f"it has no 'step', only {sorted(map(str, flat))}")
+        raise missing("step", flat)
 
 
 def _values(
@@ -237,7 +237,7 @@ def _check_alike(values: Sequence[Sequence[Coded | Tensor]]) -> None:
 
 def _required(flat: Mapping[str, Any], key: str) -> Any:
     if key not in flat:
-        raise ValueError(f"it has no {key!r}, only {sorted(map(str, flat))}")
+        raise missing(key, flat)
     return flat[key]
 
 
