@@ -31,7 +31,7 @@ FORM = (
 )  # fmt: skip
 # Settings that every group has, whether or not the class has arguments for them.
 EVERYWHERE = {"state_format": None, "dither": True, "seed": 0, "master_weight_bits": "auto"}
-STATE_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+PARAMETER_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
 class LowBitOptimizer(LoadsState):
@@ -140,8 +140,8 @@ class LowBitOptimizer(LoadsState):
         added = self.param_groups[-1]
         try:
             for p in added["params"]:
-                if p.dtype not in STATE_DTYPES or p.layout != torch.strided:
-                    allowed = ", ".join(str(d).removeprefix("torch.") for d in STATE_DTYPES)
+                if p.dtype not in PARAMETER_DTYPES or p.layout != torch.strided:
+                    allowed = ", ".join(str(d).removeprefix("torch.") for d in PARAMETER_DTYPES)
                     raise TypeError(
                         f"{type(self).__name__} takes dense parameters of dtype {allowed}; got "
                         f"{p.dtype}, {p.layout}"
