@@ -86,15 +86,8 @@ def check_header(state_dict: Any, family: str, known: Collection[str]) -> None:
         raise ValueError(f"state_dict['state'] must be a dict, got {_named(state_dict['state'])}")
     check_groups(state_dict["param_groups"])
     head = state_dict.get(KEY)
-    if head is None:  # torch.optim's, or one that a checkpoint library has rebuilt
-        foreign = {key for group in state_dict["param_groups"] for key in group}
-        foreign = (foreign & _manager.settings()).difference(known)
-        if foreign:
-            raise ValueError(
-                f"state_dict is of another optimizer than {family!r}, which has no "
-                f"{', '.join(sorted(foreign))}"
-            )
-        _check_momentum(state_dict)
+    if head is None:
+        _check_without_header(state_dict, family, known)
         return
     if not isinstance(head, Mapping) or not {"format_version", "optimizer"} <= head.keys():
         raise ValueError(
@@ -115,8 +108,21 @@ def check_header(state_dict: Any, family: str, known: Collection[str]) -> None:
         )
 
 
-def _check_momentum(state_dict: Mapping[str, Any]) -> None:
-    """Refuse a momentum that contains the learning rate, as that of timm's RMSpropTF does."""
+def _check_without_header(
+    state_dict: Mapping[str, Any], family: str, known: Collection[str]
+) -> None:
+    """Refuse what is neither torch.optim's nor ours, rebuilt by a checkpoint library.
+
+    That is settings of another optimizer, or a momentum that contains the learning rate, as that of
+    timm's RMSpropTF does.
+    """
+    keys = {key for group in state_dict["param_groups"] for key in group}
+    foreign = (keys & _manager.all_settings()).difference(known)
+    if foreign:
+        raise ValueError(
+            f"state_dict is of another optimizer than {family!r}, which has no "
+            f"{', '.join(sorted(foreign))}"
+        )
     for group in state_dict["param_groups"]:
         params = group["params"] if group.get("lr_in_momentum") else ()
         states = map(state_dict["state"].get, params)

@@ -24,18 +24,19 @@ COMMON = {
     "differentiable": False, "foreach": None, "fused": None,
 }  # fmt: skip
 
-_settings: dict[str, None] = {}
+_all_settings: dict[str, None] = {}
 _counter = itertools.count(1)
 
 
 def know_settings(names: Iterable[str]) -> None:
     """Add the constructor arguments of an optimizer to what may be overridden."""
-    _settings.update(dict.fromkeys(n for n in names if n not in NOT_SETTINGS + NOT_PER_PARAMETER))
+    own = (n for n in names if n not in NOT_SETTINGS + NOT_PER_PARAMETER)
+    _all_settings.update(dict.fromkeys(own))
 
 
-def settings() -> set[str]:
+def all_settings() -> set[str]:
     """The constructor arguments of all optimizers, but those that say how to run."""
-    return set(_settings)
+    return set(_all_settings)
 
 
 def _checked(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -43,8 +44,8 @@ def _checked(config: Mapping[str, Any]) -> dict[str, Any]:
     if not isinstance(config, Mapping):
         raise TypeError(f"an override must be a dict of settings; got {config!r}")
     for key in config:
-        if key not in _settings:
-            allowed = ", ".join(sorted(_settings))
+        if key not in _all_settings:
+            allowed = ", ".join(sorted(_all_settings))
             raise ValueError(f"an override names the unknown setting {key!r}; there are: {allowed}")
     settings = resolved({**COMMON, **agreeing(config, COMMON)})
     _checks.initial_learning_rate(settings["lr"])
@@ -277,7 +278,7 @@ class Overrides:
                 if key not in group:
                     raise ValueError(
                         f"GlobalOptimManager overrides {key!r}, a setting that this optimizer "
-                        f"does not have; it has {', '.join(k for k in group if k in _settings)}"
+                        f"does not have; it has {', '.join(k for k in group if k in _all_settings)}"
                     )
         self._known.update((p, (_key(config), config)) for p, config in found.items())
 
