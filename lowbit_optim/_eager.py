@@ -20,7 +20,7 @@ from torch import Tensor
 from lowbit_optim_kernels import dispatch
 from lowbit_optim_kernels.dither import tensor_key
 from lowbit_optim_kernels.engines import torch as torch_engine
-from lowbit_optim_kernels.formats import units
+from lowbit_optim_kernels.formats import compute_dtype, units
 from lowbit_optim_kernels.formats.layout import Layout
 from lowbit_optim_kernels.plan import STEP_DTYPE, WEIGHT_BLOCK, Batch, Slot
 from lowbit_optim_kernels.rules import Lasting, Moment, Rule
@@ -31,7 +31,7 @@ from . import _checkpoint, _saved, _sharding
 from ._arguments import documented
 from ._gathering import Copies
 from ._optimizer import LowBitOptimizer
-from ._state import Stored, compute_dtype
+from ._state import Stored
 
 
 @dataclass

@@ -8,12 +8,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lowbit_optim_kernels.formats import compute_dtype
 from lowbit_optim_kernels.weights import RESIDUAL_KEY, as_integers, split
 
 from . import _checks, _sharding
 from ._optimizer import LowBitOptimizer, require_own
 from ._saved import require_shape
-from ._state import compute_dtype
 
 Name = str | int
 

@@ -10,13 +10,20 @@ import torch
 from torch import Tensor
 
 from lowbit_optim_kernels import dispatch
-from lowbit_optim_kernels.formats import FORMATS, OF_BITS, Format, Unit, finite_in_all, units
+from lowbit_optim_kernels.formats import (
+    FORMATS,
+    OF_BITS,
+    Format,
+    Unit,
+    compute_dtype,
+    finite_in_all,
+    units,
+)
 from lowbit_optim_kernels.rules import Moment
 from lowbit_optim_kernels.weights import OF_BITS as WEIGHTS
 from lowbit_optim_kernels.weights import RESIDUAL_KEY, as_integers
 
 from . import _sharding
-from ._state import compute_dtype
 
 REAL = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 Moments = tuple[Moment, ...]

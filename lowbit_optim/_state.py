@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from lowbit_optim_kernels.formats import FORMATS, OF_BITS, Format, constant, units
+from lowbit_optim_kernels.formats import FORMATS, OF_BITS, Format, compute_dtype, constant, units
 from lowbit_optim_kernels.plan import STEP_DTYPE
 from lowbit_optim_kernels.rules import Lasting, Moment
 from lowbit_optim_kernels.weights import OF_BITS as WEIGHTS
@@ -30,11 +30,6 @@ class Stored(NamedTuple):
         if not isinstance(x, Tensor) or (x.shape, x.dtype, x.device) != self[:3]:
             return False
         return x.layout == torch.strided and x.is_contiguous()
-
-
-def compute_dtype(p: Tensor) -> torch.dtype:
-    """The dtype of a parameter's 32-bit state, and that its step is computed in."""
-    return torch.float64 if p.dtype == torch.float64 else torch.float32
 
 
 def stored_of(x: Lasting, p: Tensor) -> Stored:

@@ -7,7 +7,6 @@ tensor in spans of at most 1/128 of it so that its temporaries stay small.
 from __future__ import annotations
 
 import builtins
-import inspect
 import types
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -18,8 +17,8 @@ import torch
 from torch import Tensor
 
 from .. import dither
-from ..codegen.analysis import inputs
-from ..formats import Part, Unit, constant, finite_in_all, units
+from ..codegen.analysis import inputs, reads
+from ..formats import Part, Unit, compute_dtype, constant, finite_in_all, units
 from ..formats.layout import Layout
 from ..plan import WEIGHT_BLOCK, Batch, Slot
 from ..rules import HISTORY, Chain, Phase, RuleFunction
@@ -90,13 +89,13 @@ def bind(fn: RuleFunction) -> tuple[Callable, tuple[str, ...], tuple[str, ...]]:
     }
     names["__builtins__"] = builtins
     bound = types.FunctionType(fn.__code__, {**names, **PRIMITIVES}, fn.__name__)
-    return bound, tuple(inspect.signature(fn).parameters), getattr(fn, "gives", ())
+    return bound, reads(fn), getattr(fn, "gives", ())
 
 
 def call(fn: RuleFunction, values: dict) -> dict:
     """Run a rule function on the names it reads; the names it gives, with their values."""
-    bound, reads, gives = bind(fn)
-    result = bound(*(values[name] for name in reads))
+    bound, names, gives = bind(fn)
+    result = bound(*(values[name] for name in names))
     return dict(zip(gives, result if isinstance(result, tuple) else (result,), strict=True))
 
 
@@ -318,14 +317,10 @@ class TorchRun:
                 total[k] += term.sum(dtype=self.scalar_dtype)
         return total
 
-    @staticmethod
-    def _compute(slot: Slot) -> torch.dtype:
-        return torch.float64 if slot.p.dtype == torch.float64 else torch.float32
-
     def _elements(self, i: int, slot: Slot, units_of: list[_UnitView], span: Span) -> dict:
         """Everything the rule may read, for the elements of a span of slot i."""
         rows, columns, _ = span
-        dtype = self._compute(slot)
+        dtype = compute_dtype(slot.p)
         shape = (slot.rows, slot.row)
         values = {
             name: value[i].to(dtype) if isinstance(value, Tensor) and value.ndim else value
@@ -382,15 +377,13 @@ def encode(unit: Unit, values: Sequence[Tensor], layout: Layout, out: Sequence[T
     view = _UnitView(unit, out, rows, row)
     for span in spans(rows, row, layout.block):
         parts = [x.view(rows, row)[span[0], span[1]] for x in values]
-        parts = [x if x.dtype == torch.float64 else x.float() for x in parts]
-        view.write(span, finite_in_all(parts))
+        view.write(span, finite_in_all([x.to(compute_dtype(x)) for x in parts]))
 
 
 def decode(unit: Unit, stored: Sequence[Tensor], layout: Layout, out: Sequence[Tensor]) -> None:
     """Write the numbers of a unit's moments into the contiguous tensors `out`."""
     rows, row = layout.rows, layout.row
     view = _UnitView(unit, stored, rows, row)
-    work = torch.float64 if out[0].dtype == torch.float64 else torch.float32
     for span in spans(rows, row, layout.block):
-        for x, values in zip(out, view.read(span, work), strict=True):
+        for x, values in zip(out, view.read(span, compute_dtype(out[0])), strict=True):
             x.view(rows, row)[span[0], span[1]] = values.to(x.dtype)

@@ -45,6 +45,11 @@ class Part:
         return Layout.of(shape, block).scales_shape if self.per_block else tuple(shape)
 
 
+def compute_dtype(p: Tensor) -> torch.dtype:
+    """The dtype of a parameter's 32-bit state, and that its step is computed in."""
+    return torch.float64 if p.dtype == torch.float64 else torch.float32
+
+
 class Format(ABC):
     """A way to store moments. Subclasses are frozen dataclasses; one instance each is in `FORMATS`.
 
