@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 from . import _checks
 from ._settings import plain
 
-STATE = ("batch", "epoch")
+COUNTS = ("batch", "epoch")  # which a state dict must have
 
 
 class Eden:
@@ -87,10 +87,11 @@ class Eden:
 
         Args:
             batch: batches since training began, over all epochs; None for one more.
+
+        Raises:
+            ValueError, TypeError: if batch is no finite number >= 0.
         """
-        if batch is not None:
-            _checks.number("batch", batch, 0.0)
-        self.batch = self.batch + 1 if batch is None else batch
+        self.batch = _counted("batch", self.batch, batch)
         self._set_lrs()
 
     def step_epoch(self, epoch: float | None = None) -> None:
@@ -99,10 +100,11 @@ class Eden:
         Args:
             epoch: epochs that are over, given at the start of an epoch; None for one more, called
                 at the end of an epoch.
+
+        Raises:
+            ValueError, TypeError: if epoch is no finite number >= 0.
         """
-        if epoch is not None:
-            _checks.number("epoch", epoch, 0.0)
-        self.epoch = self.epoch + 1 if epoch is None else epoch
+        self.epoch = _counted("epoch", self.epoch, epoch)
         self._set_lrs()
 
     def get_last_lr(self) -> list[float]:
@@ -129,7 +131,7 @@ class Eden:
         """
         if not isinstance(state_dict, Mapping):
             raise TypeError(f"state_dict of Eden must be a dict, got {state_dict!r}")
-        missing = [key for key in STATE if key not in state_dict]
+        missing = [key for key in COUNTS if key not in state_dict]
         if missing:
             raise ValueError(f"state_dict of Eden has no {', '.join(map(repr, missing))}")
         groups = self._groups()
@@ -140,7 +142,7 @@ class Eden:
                 f"state_dict has base_lrs for {len(base_lrs)} parameter groups, the optimizer has "
                 f"{len(groups)}"
             )
-        for name in ("batch", "epoch"):
+        for name in COUNTS:
             _checks.number(name, state_dict[name], 0.0)
         for base in base_lrs:
             _checks.number("base_lrs", base, 0.0)
@@ -175,3 +177,11 @@ class Eden:
                 group["lr"] = lr
             last.append(lr)
         self._last_lr = last
+
+
+def _counted(name: str, before: float, given: float | None) -> float:
+    """One more, or the number that is given."""
+    if given is None:
+        return before + 1
+    _checks.number(name, given, 0.0)
+    return given
