@@ -20,6 +20,8 @@ from . import _checkpoint, _checks, _saved, _sharding, _state
 from ._sharding import Share
 from ._state import Stored
 
+SLOW = 0.99  # an average with a larger coefficient may change by less than a code in a step
+
 
 class KeepsState(Optimizer):
     """What an optimizer keeps of its parameters, by the settings `group` that apply to each.
@@ -134,12 +136,12 @@ class KeepsState(Optimizer):
         _sharding.check(p, type(self).__name__)
         by_shards = not share.whole and _sharding.spread_alike(saved, p)
         if by_shards:
-            held, group, saved = share.held(), share.settings(group), _sharding.unwrapped(saved)
+            plain, group, saved = share.stepped(), share.settings(group), _sharding.unwrapped(saved)
         else:
-            held = share.p.detach().full_tensor()
+            plain = share.p.detach().full_tensor()
             saved = {key: _sharding.whole(x) for key, x in saved.items()}
-        self._check_saved(saved, held, group)
-        state = self._fitted(saved, held, group)
+        self._check_saved(saved, plain, group)
+        state = self._fitted(saved, plain, group)
         return share.wrapped(state if by_shards else share.dealt(state))
 
     def _check_saved(self, saved: Mapping[str, Any], p: Tensor, group: Mapping[str, Any]) -> None:
@@ -190,29 +192,29 @@ class KeepsState(Optimizer):
         return Share.of(p, self._moments(group), self._format(p, group), self.needs_whole)
 
     def _state_of(
-        self, p: Tensor, held: Tensor, group: Mapping[str, Any], share: Share | None = None
+        self, p: Tensor, stepped: Tensor, group: Mapping[str, Any], share: Share | None = None
     ) -> dict[str, Any]:
         """A parameter's state, the one there is if it is as wanted; nothing has been changed yet.
 
         Args:
             p: the parameter.
-            held: the plain tensor that this rank steps of it.
+            stepped: the plain tensor that this rank steps of it.
             group: its settings.
             share: this rank's share of a DTensor.
         """
-        state, new = self._plain_state(p, held, group, share)
+        state, new = self._plain_state(p, stepped, group, share)
         if not new:
             return self.state[p]
         return state if share is None else share.wrapped(state)
 
     def _plain_state(
-        self, p: Tensor, held: Tensor, group: Mapping[str, Any], share: Share | None
+        self, p: Tensor, stepped: Tensor, group: Mapping[str, Any], share: Share | None
     ) -> tuple[dict[str, Any], bool]:
         """`_state_of` with plain tensors, those that this rank steps; and whether it is new."""
         there = self.state.get(p, {})
         if share is not None:
             there, group = _sharding.unwrapped(there), share.settings(group)
-        state = self._as_wanted(there, held, group)
+        state = self._as_wanted(there, stepped, group)
         return state, state is not there
 
     def _as_wanted(
@@ -238,9 +240,6 @@ class KeepsState(Optimizer):
         where = f"the state of a parameter of shape {tuple(p.shape)} does not fit "
         with _checkpoint.refusing(f"{where}{type(self).__name__}"):
             return self._fitted(state, p, group)
-
-
-SLOW = 0.99  # an average with a larger coefficient may change by less than a code in a step
 
 
 def _is_slow(moment: Moment, hyper: Mapping[str, float | Tensor]) -> bool:

@@ -105,8 +105,8 @@ def set_weight(
         local.copy_(value)
         return
     share = optimizer._share(p, group)
-    held = p if share is None else share.held()
-    state = optimizer._state_of(p, held, group, share)
+    stepped = p if share is None else share.stepped()
+    state = optimizer._state_of(p, stepped, group, share)
     optimizer.state[p] = state
     high, low = split(value, kept_as.extra, None)
     if share is not None and share.whole:

@@ -331,13 +331,13 @@ class LowBitOptimizer(LoadsState):
         plan.copies = Copies(params, wholes)
         copied = plan.copies.renew(plan.held, [g for _, g, _ in found])
         each = zip(found, shares, plan.held, *copied, strict=True)
-        for (p, _, engine), share, its, held, g in each:
-            work = held.resolve_neg().contiguous()
+        for (p, _, engine), share, held, stepped, g in each:
+            work = stepped.resolve_neg().contiguous()
             plan.work.append(work)
             written = work if share is None else share.written(work)
-            if written is not its:
-                plan.staged.append((its, written))
-            state, new = self._plain_state(p, held, group, share)
+            if written is not held:
+                plan.staged.append((held, written))
+            state, new = self._plain_state(p, stepped, group, share)
             if new:
                 plan.new_states[p] = state
             slot = self._slot(p, work, dispatch.readable(g, engine), group, state)

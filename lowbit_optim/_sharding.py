@@ -167,7 +167,7 @@ class Share:
         """The processes over which sums have to be added up."""
         return () if self.whole else shard_groups(self.p)
 
-    def held(self) -> Tensor:
+    def stepped(self) -> Tensor:
         """The plain tensor that is stepped; of a whole parameter a copy."""
         tensor: Tensor = self.p.detach().full_tensor() if self.whole else local(self.p)
         return tensor

@@ -200,7 +200,7 @@ def test_a_rank_keeps_the_bytes_of_the_arithmetic(row, four_ranks):
         optimizer = build(row, [p])
         group = optimizer._settings_of(0)
         share = optimizer._share(p, group)
-        state = optimizer._state_of(p, share.held(), group, share)
+        state = optimizer._state_of(p, share.stepped(), group, share)
         found = footprint(row, weights_of([shape], dtype), shards=4)
         assert kept(found) == sum(getattr(x, "_local_tensor", x).nbytes for x in state.values())
         assert found.weights == held.nbytes
