@@ -57,9 +57,6 @@ class Cain(EagerOptimizer):
             branches; False keeps the exponents above, with which a first step moves nothing but a
             tensor's size.
 
-    Raises:
-        ValueError, TypeError: naming the argument that is not allowed.
-
     Example:
         >>> optimizer = Cain8bit(model.parameters(), lr=1e-2)
         >>> scheduler = Eden(optimizer, lr_batches=5000, lr_epochs=6)

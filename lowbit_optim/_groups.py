@@ -63,13 +63,11 @@ def parameter_groups(
     _checks.one_of("embedding_bits", embedding_bits, (4, 8, 32, None))
     _checks.flag("decay_embeddings", decay_embeddings)
     _checks.flag("named", named)
-    names = [name for name, p in model.named_parameters() if p.requires_grad]
-    excluded = _matching(names, no_decay)
+    trained = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+    excluded = _matching([name for name, _ in trained], no_decay)
     embeddings, norms = parameters_of(model, EMBEDDINGS), parameters_of(model, NORMS)
     groups: dict[tuple[bool, bool], list[Any]] = {}
-    for name, p in model.named_parameters():
-        if not p.requires_grad:
-            continue
+    for name, p in trained:
         embedding = p in embeddings
         weight = p.ndim >= 2 and p not in norms and not _is_bias(name)
         decays = (decay_embeddings if embedding else weight) and name not in excluded

@@ -20,6 +20,8 @@ from ._sharding import Groups
 
 BUCKET_BYTES = 64 << 20
 
+_released_params = WeakTensorKeyDictionary()  # those that hooks step
+
 
 def release_gradients(
     optimizer: LowBitOptimizer,
@@ -250,6 +252,3 @@ class ReleasedGradients:
         self._squares = {}
         norm = total.sqrt()
         self._norm().copy_(torch.where(norm.isfinite(), norm, 0.0))
-
-
-_released_params = WeakTensorKeyDictionary()  # those that hooks step
