@@ -1,4 +1,4 @@
-"""PyTorch optimizers whose moments live in 8 bits."""
+"""PyTorch optimizers whose moments are kept in 8 or 4 bits, or in 32."""
 
 from lowbit_optim_kernels.dispatch import EngineChoice as EngineChoice
 from lowbit_optim_kernels.dispatch import engine_for as engine_for

@@ -18,7 +18,7 @@ from ._variants import fixed_bits
 
 @documented
 class Adam(LowBitOptimizer):
-    r"""Adam, its moments in 32 or 8 bits.
+    r"""Adam, its moments in 32, 8 or 4 bits.
 
     With g the gradient (plus weight_decay p unless `decoupled_weight_decay`) and t the tensor's
     step:
@@ -97,7 +97,7 @@ class Adam(LowBitOptimizer):
 
 @documented
 class AdamW(Adam):
-    r"""Adam with decoupled weight decay, its moments in 32 or 8 bits.
+    r"""Adam with decoupled weight decay, its moments in 32, 8 or 4 bits.
 
         p = p (1 - lr weight_decay)
         m = beta1 m + (1 - beta1) g

@@ -18,7 +18,7 @@ from ._variants import fixed_bits
 
 @documented
 class Eve(LowBitOptimizer):
-    r"""icefall's Eve: Adam whose decay acts only on tensors that have grown; 32 or 8 bits.
+    r"""icefall's Eve: Adam whose decay acts only on tensors that have grown; 32, 8 or 4 bits.
 
     With g the gradient, t the tensor's step and n the number of elements of p:
 

@@ -18,7 +18,7 @@ from ._variants import fixed_bits
 
 @documented
 class LAMB(TrustOptimizer):
-    r"""Layer-wise adaptive moments for large batches, its moments in 32 or 8 bits.
+    r"""Layer-wise adaptive moments for large batches, its moments in 32, 8 or 4 bits.
 
     Without `trust_coefficient` this is bitsandbytes' LAMB: AdamW whose update is capped at
     `max_unorm` times the parameter's norm. With `trust_coefficient=1.0` it is the LAMB of the

@@ -19,7 +19,7 @@ from ._variants import fixed_bits
 
 @documented
 class LANS(LowBitOptimizer):
-    r"""LAMB with Nesterov's momentum and normalized gradients, its moments in 32 or 8 bits.
+    r"""LAMB with Nesterov's momentum and normalized gradients, its moments in 32, 8 or 4 bits.
 
     With t the tensor's step and all norms L2 norms of one whole tensor:
 
