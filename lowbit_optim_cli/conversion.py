@@ -131,9 +131,13 @@ def _storage(
         return {**kept, "state_format": format}
     if kept:
         return kept
-    tensors = checkpoints.tensors(state_dict["state"])
-    coded = of != TORCH and any(x.itemsize == 1 for x in tensors)
-    return {"state_format": "dynamic8" if coded else "float32"}
+    return {"state_format": _foreign_format(state_dict["state"], of)}
+
+
+def _foreign_format(saved: Any, of: str) -> str:
+    """The format that is nearest to how another library keeps what it saved."""
+    coded = of != TORCH and any(x.itemsize == 1 for x in checkpoints.tensors(saved))
+    return "dynamic8" if coded else "float32"
 
 
 def _keep_formats(
@@ -156,8 +160,7 @@ def _keep_formats(
 def _format_of(saved: Mapping[str, Any], moments: tuple[Moment, ...], of: str) -> str | None:
     """The format that a library's state of a parameter is in; None if it is in several."""
     if of != "lowbit_optim":
-        coded = any(x.itemsize == 1 for x in checkpoints.tensors(saved))
-        return "dynamic8" if coded and of != TORCH else "float32"
+        return _foreign_format(saved, of)
     there = _saved.saved_units(saved, _saved.known(saved, moments))
     formats = {unit.format.name for unit in there if not unit.format.exact} or {"float32"}
     return formats.pop() if len(formats) == 1 else None
@@ -228,23 +231,7 @@ def convert(
     Raises:
         Refused: if something cannot be converted; nothing has been written then.
     """
-    if target.exists():
-        raise Refused(f"{target} exists; name a file that does not")
-    if source.is_dir():
-        raise Refused(
-            f"{source} is a folder; `python -m torch.distributed.checkpoint.format_utils "
-            "dcp_to_torch FOLDER FILE` makes a file of a distributed checkpoint (DCP)"
-        )
-    if format is not None and format not in FORMATS:
-        raise Refused(f"--format must be one of {', '.join(FORMATS)}; got {format!r}")
-    if not target.parent.is_dir():
-        raise Refused(f"there is no folder {str(target.parent)!r}")
-    if format is not None and to == "torch":
-        raise Refused(
-            f"--format {format} would round what --to torch writes: torch.optim keeps numbers"
-        )
-    if layout != "flat" and to != "bitsandbytes":
-        raise Refused(f"--layout is of --to bitsandbytes; got {layout!r} with --to {to}")
+    _check_request(source, target, to, format, layout)
     checkpoint = checkpoints.read(source)
     found = checkpoints.optimizers(checkpoint)
     if not found:
@@ -263,6 +250,27 @@ def convert(
         said += lines
     _write(checkpoint, target)
     return said
+
+
+def _check_request(source: Path, target: Path, to: str, format: str | None, layout: str) -> None:
+    """Refuse what needs no reading of the file to be refused."""
+    if target.exists():
+        raise Refused(f"{target} exists; name a file that does not")
+    if source.is_dir():
+        raise Refused(
+            f"{source} is a folder; `python -m torch.distributed.checkpoint.format_utils "
+            "dcp_to_torch FOLDER FILE` makes a file of a distributed checkpoint (DCP)"
+        )
+    if format is not None and format not in FORMATS:
+        raise Refused(f"--format must be one of {', '.join(FORMATS)}; got {format!r}")
+    if not target.parent.is_dir():
+        raise Refused(f"there is no folder {str(target.parent)!r}")
+    if format is not None and to == "torch":
+        raise Refused(
+            f"--format {format} would round what --to torch writes: torch.optim keeps numbers"
+        )
+    if layout != "flat" and to != "bitsandbytes":
+        raise Refused(f"--layout is of --to bitsandbytes; got {layout!r} with --to {to}")
 
 
 def _converted(
@@ -296,18 +304,13 @@ def _converted(
 
 def _renamed(new: Mapping[str, Any], old: Mapping[str, Any]) -> dict[str, Any]:
     """A state dict whose parameters are called what they are in another one of the same groups."""
-    params = [group["params"] for group in old["param_groups"]]
     names: dict[Any, Any] = {}
-    for group, its in zip(new["param_groups"], params, strict=True):
-        names.update(zip(group["params"], its, strict=True))
-    return {
-        **new,
-        "state": {names.get(key, key): one for key, one in new["state"].items()},
-        "param_groups": [
-            {**group, "params": list(its)}
-            for group, its in zip(new["param_groups"], params, strict=True)
-        ],
-    }
+    groups = []
+    for group, its in zip(new["param_groups"], old["param_groups"], strict=True):
+        names.update(zip(group["params"], its["params"], strict=True))
+        groups.append({**group, "params": list(its["params"])})
+    state = {names.get(key, key): one for key, one in new["state"].items()}
+    return {**new, "state": state, "param_groups": groups}
 
 
 def _write(value: Any, target: Path) -> None:
