@@ -106,8 +106,9 @@ def network(seed: int) -> nn.Module:
 
 def forms(family: str) -> list[Form]:
     """Torch's class of a name, if there is one, and ours in every format."""
-    own = [row.format for row in own_layouts(bf16=False) if row.family == family]
-    return [Form(family, format) for format in (*([None] * hasattr(torch.optim, family)), *own)]
+    torchs = [Form(family, None)] if hasattr(torch.optim, family) else []
+    rows = (row for row in own_layouts(bf16=False) if row.family == family)
+    return [*torchs, *(Form(family, row.format) for row in rows)]
 
 
 def compare(console: Console, names: Sequence[str], steps: int, seed: int) -> list[Result]:

@@ -57,6 +57,10 @@ def _learned_gradient(shape: Shape) -> int:
 FURTHER = {"Cain": _cain, "LearnedGradient": _learned_gradient}
 
 
+def _fits_ratio4(roles: tuple[str, ...]) -> bool:
+    return sorted(roles) == ["ratio", "square"]
+
+
 def storage(roles: tuple[str, ...], format: str) -> Storage | None:
     """How a format keeps moments of these roles; None for one that keeps numbers.
 
@@ -67,7 +71,7 @@ def storage(roles: tuple[str, ...], format: str) -> Storage | None:
     if format == "float32":
         return None
     if format == "ratio4":
-        if sorted(roles) != ["ratio", "square"]:
+        if not _fits_ratio4(roles):
             raise ValueError(f"ratio4 keeps a ratio and a square; got {roles}")
         return Storage(1, 6, 64)
     if format == "dynamic8" or set(coded) == {"sign"}:
@@ -96,12 +100,11 @@ def own(family: str, format: str, bits: int | None) -> Layout:
 
 def own_layouts(bf16: bool) -> Iterator[Layout]:
     """Every optimizer of this package in each format, and each width of weights of bf16 ones."""
+    widths = (16, 24, 32) if bf16 else (None,)
     for family, roles in ROLES.items():
         for format in FORMATS:
-            if format != "ratio4" or sorted(roles) == ["ratio", "square"]:
-                yield from (
-                    own(family, format, bits) for bits in ((16, 24, 32) if bf16 else (None,))
-                )
+            if format != "ratio4" or _fits_ratio4(roles):
+                yield from (own(family, format, bits) for bits in widths)
 
 
 def _torch() -> Iterator[Layout]:
