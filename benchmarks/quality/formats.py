@@ -40,8 +40,6 @@ LONG_SHAPE, SHRINK, SPIKE = (16, 256), 0.01, 1e4
 WINDOWS = 80  # into which the steps of a long run fall
 
 Gradients = Callable[[], Iterable[Tensor]]
-
-
 EACH = {"min_8bit_size": 1}  # every tensor's state is coded
 
 
@@ -57,7 +55,7 @@ OURS = {
     "ratio4": _ours(4),
 }
 PEERS = {
-    "bitsandbytes AdamW8bit": Source("bitsandbytes.optim", "AdamW8bit", {"min_8bit_size": 1}),
+    "bitsandbytes AdamW8bit": Source("bitsandbytes.optim", "AdamW8bit", EACH),
     "torchao AdamW8bit": Source("torchao.optim", "AdamW8bit"),
     "torchao AdamW4bit": Source("torchao.optim", "AdamW4bit"),
     "FlashOptim's code": Source("benchmarks.quality.companded", "Companded"),

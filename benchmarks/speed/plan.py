@@ -8,7 +8,6 @@ to a device is not in it.
 from __future__ import annotations
 
 import os
-import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -47,12 +46,6 @@ def _batch(tensors: int) -> Batch:
     return batch
 
 
-def _microseconds(call: Callable[[], object]) -> float:
-    start = time.perf_counter()
-    call()
-    return 1e6 * (time.perf_counter() - start)
-
-
 def times(tensors: int, rounds: int) -> dict[str, dict[str, float]]:
     """Microseconds to build a plan, to find it unchanged, and to take new gradients."""
     batch = _batch(tensors)
@@ -67,12 +60,15 @@ def times(tensors: int, rounds: int) -> dict[str, dict[str, float]]:
         batch.take_gradients(gradients, [g.data_ptr() for g in gradients])
         triton_plan.current(batch)
 
+    def microseconds(call: Callable[[], object]) -> float:
+        return 1e6 * measure.seconds(call, batch.device)
+
     for _ in range(rounds):
-        found["build"].append(_microseconds(build))
+        found["build"].append(microseconds(build))
         same = [slot.g for slot in batch.slots]
-        found["same gradients"].append(_microseconds(partial(go_on, same)))
+        found["same gradients"].append(microseconds(partial(go_on, same)))
         new = [torch.randn_like(g) for g in same]
-        found["new gradients"].append(_microseconds(partial(go_on, new)))
+        found["new gradients"].append(microseconds(partial(go_on, new)))
     return {name: measure.spread(values) for name, values in found.items()}
 
 

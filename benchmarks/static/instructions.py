@@ -27,7 +27,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.common import report
+from benchmarks.common import registry, report
 from benchmarks.common.arguments import known, refusing
 from benchmarks.static import machine_code, traffic, wavefronts
 from lowbit_optim_kernels import formats, weights
@@ -37,7 +37,7 @@ from lowbit_optim_kernels.rules import SQUARE, Rule
 from lowbit_optim_kernels.rules.shared import dithered
 
 RULES = {row.name: rule for row, rule in traffic.rules()}
-ROWS = {row.name: row for row, _ in traffic.rules()}
+ROWS = {row.name: row for row in registry.ROWS}
 WEIGHTS = {str(bits or 0): one for bits, one in weights.OF_BITS.items()}
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 WARPS = engine_triton.OPTIONS["num_warps"]
