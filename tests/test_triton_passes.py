@@ -64,7 +64,7 @@ def test_a_number_takes_the_place_of_a_tensor():
         optimizer = lowbit_optim.SGD32bit(params, lr=0.5)
         optimizer.step()
     ((batch,),) = [plan.batches for plan in optimizer.plans.values()]
-    place = triton_plan._hyper_names(batch.rule).index("lr")
+    place = triton_plan.hyper_names(batch.rule).index("lr")
     for lr in (torch.tensor(0.25, device=DEVICE), 0.0):
         batch.hyper = {**batch.hyper, "lr": lr}
         triton_plan._send_hyperparameters(batch.tables, batch)

@@ -166,17 +166,16 @@ def element_names(rule: Rule) -> set[str]:
 
 def element_scalars(rule: Rule, functions: Iterable[RuleFunction]) -> list[str]:
     """Per-tensor values and hyperparameters that element functions read, each once."""
-    names: dict[str, None] = {}
-    for fn in functions:
-        names.update(dict.fromkeys(reads(fn)))
-    return [name for name in names if name not in element_names(rule)]
+    of_elements = element_names(rule)
+    names = dict.fromkeys(name for fn in functions for name in reads(fn))
+    return [name for name in names if name not in of_elements]
 
 
-def hyper_names(rule: Rule) -> list[str]:
+@cache
+def hyper_names(rule: Rule) -> tuple[str, ...]:
     """Hyperparameters that any function of the rule reads, in order of first use."""
     given = {"step", "numel", "gscale", "live", *element_names(rule), *rule.scalars()}
     given |= {x.key for x in rule.lasting}
-    names: dict[str, None] = {}
-    for fn in (*scalar_functions(rule), *element_functions(rule)):
-        names.update(dict.fromkeys(name for name in reads(fn) if name not in given))
-    return list(names)
+    functions = (*scalar_functions(rule), *element_functions(rule))
+    names = dict.fromkeys(name for fn in functions for name in reads(fn))
+    return tuple(name for name in names if name not in given)

@@ -215,7 +215,7 @@ class _Writer:
             HEADER.format(divide=f"{fast}divide", sqrt=f"{fast}sqrt")
             + "".join(f"import {f.triton} as format_{i}\n" for i, f in enumerate(self.used)),
             rule_source.for_triton(
-                functions_source(functions, "@triton.jit", literal=None),
+                functions_source(functions, "@triton.jit"),
                 {name_of(fn) for fn in element_functions(rule)},
             ),
             self._begin(),

@@ -8,7 +8,6 @@ again, so that later steps outside the graph and replays do not disturb each oth
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
-from functools import cache
 from typing import Any
 
 import numpy as np
@@ -52,9 +51,6 @@ class Plan:
     pointers: list[int] = field(default_factory=list)
     values: list[float | None] = field(default_factory=list)
     spare: list[tuple[Tensor, Tensor]] = field(default_factory=list)
-
-
-_hyper_names = cache(hyper_names)
 
 
 def _capturing(device: torch.device) -> bool:
@@ -137,7 +133,7 @@ def _send_addresses(plan: Plan, pointers: list[int]) -> None:
 
 
 def _send_hyperparameters(plan: Plan, batch: Batch) -> None:
-    given = [batch.hyper[name] for name in _hyper_names(batch.rule)]
+    given = [batch.hyper[name] for name in hyper_names(batch.rule)]
     # (What a tensor has filled is no number's yet: 0.0 in its place would be taken for sent.)
     on_host = [None if isinstance(value, Tensor) else float(value) for value in given]
     if on_host and on_host != plan.values:
@@ -164,7 +160,8 @@ def streams(rule: Rule) -> list[int]:
 
 def random_column(rule: Rule) -> int:
     """Where `floats` has two numbers for each of the streams; even, as it is read by pairs."""
-    return SCALARS + len(float_names(rule)) + len(float_names(rule)) % 2
+    columns = SCALARS + len(float_names(rule))
+    return columns + columns % 2
 
 
 def lanes(rule: Rule, fn: RuleFunction) -> int:
@@ -204,6 +201,6 @@ def _make(batch: Batch) -> Plan:
         address=zeros(len(slots), columns, dtype=torch.int64),
         scalars=zeros(len(slots), width),
         floats=zeros(len(slots), float_width, dtype=torch.float32),
-        hyper=zeros(max(1, len(_hyper_names(batch.rule)))),
+        hyper=zeros(max(1, len(hyper_names(batch.rule)))),
         count=torch.tensor([len(slots)], dtype=torch.int64).to(device),
     )
