@@ -1,4 +1,4 @@
-"""What every test shares: two threads, poisoned memory, and a choice of engine.
+"""What tests share: two threads, poisoned memory, a choice of engine, and the one manager.
 
 `engine` is a session fixture with one value per engine; a test that asks for it runs once on each,
 inside `lowbit_optim.use_engine`. `device` is where that engine's tensors live.
@@ -220,6 +220,17 @@ def _engine_in_use(request):
 
     with lowbit_optim.use_engine(request.getfixturevalue("engine")):
         yield
+
+
+@pytest.fixture
+def manager():
+    """The manager of overrides, which has none before and after a test."""
+    from lowbit_optim import GlobalOptimManager
+
+    it = GlobalOptimManager.get_instance()
+    it.initialize()
+    yield it
+    it.initialize()
 
 
 @pytest.fixture(scope="session")

@@ -298,6 +298,7 @@ def test_classes_derived_from_bitsandbytes_bases_go_on_with_its_own_manager(bits
 
 
 @needs_bitsandbytes
+@pytest.mark.usefixtures("manager")
 def test_embeddings_of_bitsandbytes_are_in_32_bits(bitsandbytes):
     with ours.patch():
         embedding = bitsandbytes.nn.StableEmbedding(100, 64)
@@ -308,7 +309,6 @@ def test_embeddings_of_bitsandbytes_are_in_32_bits(bitsandbytes):
         optimizer.step()
     assert optimizer.state[embedding.weight]["exp_avg"].dtype == torch.float32
     assert optimizer.state[linear.weight]["exp_avg"].dtype == torch.uint8
-    lowbit_optim.GlobalOptimManager.get_instance().initialize()
 
 
 def test_without_bitsandbytes_the_names_work_and_patch_says_what_is_missing():

@@ -91,18 +91,17 @@ def test_another_format_changes_nothing_else(tmp_path):
 
 
 @pytest.mark.parametrize("family", ["AdamW", "LARS"])
-def test_an_overridden_parameter_keeps_its_format(tmp_path, family):
+def test_an_overridden_parameter_keeps_its_format(tmp_path, family, manager):
     params = parameters()
-    manager = lowbit_optim.GlobalOptimManager.get_instance()
     manager.override_config(params[0], "optim_bits", 32)
     optimizer = stepped(getattr(lowbit_optim, f"{family}8bit"), family, params)
     same = converted(saved(tmp_path / "run.pt", optimizer), tmp_path / "same.pt", "--to", "lowbit")
     assert_equal(same, optimizer.state_dict())
 
 
-def test_embeddings_in_32_bits_come_to_other_libraries_as_they_are(tmp_path):
+def test_embeddings_in_32_bits_come_to_other_libraries_as_they_are(tmp_path, manager):
     params = parameters()
-    lowbit_optim.GlobalOptimManager.get_instance().override_config(params[0], "optim_bits", 32)
+    manager.override_config(params[0], "optim_bits", 32)
     optimizer = stepped(lowbit_optim.AdamW8bit, "AdamW", params)
     run = saved(tmp_path / "run.pt", optimizer)
     theirs = converted(run, tmp_path / "theirs.pt", "--to", "bitsandbytes")

@@ -58,22 +58,20 @@ def own_code():
 
 
 @pytest.mark.filterwarnings("ignore:Detected call of `lr_scheduler.step")
+@pytest.mark.usefixtures("manager")
 @pytest.mark.parametrize("page", list(own_code()))
 def test_code_runs(page, tmp_path, monkeypatch):
     """As it stands there, block after block; an optimizer that it ends with takes a step."""
     monkeypatch.chdir(tmp_path)
     given = names()
     with lowbit_optim.use_engine("torch"):  # which compiles nothing
-        try:
-            for number, block in enumerate(blocks_of(page)):
-                exec(compile(block, f"{page.name}, block {number}", "exec"), given)
-            if "optimizer" in given:
-                for group in given["optimizer"].param_groups:
-                    for p in group["params"]:
-                        p.grad = torch.ones_like(p)
-                given["optimizer"].step()
-        finally:
-            lowbit_optim.GlobalOptimManager.get_instance().initialize()
+        for number, block in enumerate(blocks_of(page)):
+            exec(compile(block, f"{page.name}, block {number}", "exec"), given)
+        if "optimizer" in given:
+            for group in given["optimizer"].param_groups:
+                for p in group["params"]:
+                    p.grad = torch.ones_like(p)
+            given["optimizer"].step()
 
 
 def slugs(page):

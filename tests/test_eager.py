@@ -12,7 +12,6 @@ import cases
 from lowbit_optim import _cain, _learned_gradient, dequantize_blockwise, use_engine
 from lowbit_optim._cain import Cain
 from lowbit_optim._learned_gradient import LearnedGradient
-from lowbit_optim._manager import GlobalOptimManager
 from protocol import identical, snapshot, train
 
 MOMENTS = {Cain: {"delta": True, "exp_avg_sq": False}, LearnedGradient: {"exp_avg": True}}
@@ -212,14 +211,10 @@ def test_zero_gradient_and_zero_lr_leave_every_bit(cls, as_tensor):
     assert torch.equal(p.view(torch.int32), start.view(torch.int32))
 
 
-def test_one_parameter_overrides_its_group():
+def test_one_parameter_overrides_its_group(manager):
     a, b = (torch.nn.Parameter(torch.ones(70, 80)) for _ in "ab")
-    manager = GlobalOptimManager.get_instance()
     manager.override_config(b, "optim_bits", 32)
-    try:
-        optimizer = train(_cain.Cain8bit([a, b]), 2)
-    finally:
-        manager.initialize()
+    optimizer = train(_cain.Cain8bit([a, b]), 2)
     assert optimizer.state[a]["delta"].dtype == torch.uint8
     assert optimizer.state[b]["delta"].dtype == torch.float32
 
@@ -237,9 +232,11 @@ def test_refusals_come_before_anything_has_changed(cls):
 
 
 def test_the_engine_in_use_only_codes():
-    p = torch.nn.Parameter(torch.ones(6, 7))
-    with use_engine("numba"):
-        train(Cain([p]), 1)
+    p, q = (torch.nn.Parameter(torch.ones(6, 7)) for _ in "pq")
+    for engine, x in (("numba", p), ("torch", q)):
+        with use_engine(engine):
+            train(Cain([x]), 1)
+    assert torch.equal(p, q)
 
 
 @pytest.mark.parametrize("state_format", ["dynamic8", "ratio8"])

@@ -39,6 +39,7 @@ def public():
             yield pytest.param(value, id=name)
 
 
+@pytest.mark.usefixtures("manager")
 @pytest.mark.parametrize("value", list(public()))
 def test_docstring_example(value):
     model = torch.nn.Module()
@@ -56,4 +57,3 @@ def test_docstring_example(value):
     for test in tests:
         runner.run(test)
     assert runner.failures == 0
-    lowbit_optim.GlobalOptimManager.get_instance().initialize()

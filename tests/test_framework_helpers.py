@@ -11,14 +11,7 @@ import lowbit_optim.hf
 import lowbit_optim.lightning
 from protocol import identical, parameters, python, train
 
-
-@pytest.fixture(autouse=True)
-def manager():
-    """The manager, without overrides before and after."""
-    it = lowbit_optim.GlobalOptimManager.get_instance()
-    it.initialize()
-    yield it
-    it.initialize()
+pytestmark = pytest.mark.usefixtures("manager")
 
 
 class Model(torch.nn.Module):

@@ -21,15 +21,6 @@ from protocol import (
 )
 
 
-@pytest.fixture
-def manager():
-    """The manager, without overrides before and after."""
-    it = GlobalOptimManager.get_instance()
-    it.initialize()
-    yield it
-    it.initialize()
-
-
 def two_layers():
     torch.manual_seed(0)
     return torch.nn.Sequential(torch.nn.Linear(20, 15), torch.nn.Linear(15, 20))

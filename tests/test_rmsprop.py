@@ -156,10 +156,9 @@ def test_bits_may_change_between_steps(engine, device, options):
     assert cases.distance(p, q) < 0.1
 
 
-def test_an_override_to_32_bits_keeps_torchs_moments():
+def test_an_override_to_32_bits_keeps_torchs_moments(manager):
     p, q = zeros(), zeros()
     optimizer = lowbit_optim.RMSprop8bit([p, q], lr=LR, centered=True)
-    manager = lowbit_optim.GlobalOptimManager.get_instance()
     manager.override_config(q, "optim_bits", 32)
     for x in (p, q):
         x.grad = gradients(1)[0]

@@ -174,14 +174,6 @@ def test_args_may_be_an_object_or_a_dict(kind):
         lowbit_optim.AdamW32bit(parameters(), args=kind(optim_bits=8))
 
 
-@pytest.fixture
-def manager():
-    manager = lowbit_optim.GlobalOptimManager.get_instance()
-    manager.initialize()
-    yield manager
-    manager.initialize()
-
-
 def test_overrides_by_tensors_that_print_alike(manager):
     a, b, c, d = parameters(shapes=[(300,)] * 4)
     rates = torch.tensor(0.10001), torch.tensor(0.10002)

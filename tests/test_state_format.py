@@ -9,7 +9,6 @@ import pytest
 import torch
 
 import lowbit_optim
-from lowbit_optim import GlobalOptimManager
 from lowbit_optim_kernels.formats import FORMATS
 from lowbit_optim_kernels.formats.dynamic8 import Dynamic8
 from protocol import CLASSES, all_parameters, build, identical, parameters, snapshot, train
@@ -23,13 +22,6 @@ CONTRADICTION = (
     "optim_bits and state_format must agree; got optim_bits=32 and state_format='dynamic8', which "
     "has 8 bits"
 )
-
-
-@pytest.fixture
-def manager():
-    manager = GlobalOptimManager.get_instance()
-    yield manager
-    manager.initialize()
 
 
 @pytest.fixture

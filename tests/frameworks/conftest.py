@@ -8,8 +8,6 @@ import importlib.util
 import pytest
 import torch
 
-import lowbit_optim
-
 NEEDED = ("transformers", "accelerate", "lightning", "peft", "bitsandbytes")
 MISSING = [name for name in NEEDED if importlib.util.find_spec(name) is None]
 collect_ignore_glob = ["test_*.py"] if MISSING else []
@@ -32,12 +30,8 @@ def poisoned_memory():
 
 
 @pytest.fixture(autouse=True)
-def manager():
-    """The manager of overrides, empty before and after a test."""
-    it = lowbit_optim.GlobalOptimManager.get_instance()
-    it.initialize()
-    yield it
-    it.initialize()
+def without_overrides(manager):
+    """The helpers and integrations make them, whether or not a test asks for the manager."""
 
 
 @pytest.fixture(autouse=True)
