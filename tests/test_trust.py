@@ -1,4 +1,7 @@
-"""What LARS and LAMB do with settings of the trust ratio where there is none, and of the cap."""
+"""What LARS and LAMB do with settings of the trust ratio where there is none, and of the cap.
+
+And that LARS goes on from the momentum of torch's SGD.
+"""
 
 import math
 from types import SimpleNamespace
@@ -89,6 +92,17 @@ def test_a_cap_of_zero_goes_with_a_trust_coefficient(name, cap):
     optimizer = build(name, parameters(), args=SimpleNamespace(max_unorm=cap), **options)
     optimizer.add_param_group({"params": parameters(), "max_unorm": cap})
     build(name, parameters(), **options)
+
+
+def test_lars_reads_sgds_momentum():
+    theirs = train(torch.optim.SGD(parameters(), lr=0.1, momentum=0.9), 2)
+    ours = lowbit_optim.LARS8bit(parameters(), lr=0.1, momentum=0.9, min_8bit_size=1)
+    ours.load_state_dict(theirs.state_dict())
+    for state, read in zip(theirs.state.values(), ours.state.values(), strict=True):
+        codes, scales = lowbit_optim.quantize_blockwise(state["momentum_buffer"])
+        assert torch.equal(read["momentum_buffer"], codes)
+        assert torch.equal(read["momentum_buffer_absmax"], scales)
+    train(ours, 1)
 
 
 def heavy_ball(p, gradients, rates, momentum, decay):
