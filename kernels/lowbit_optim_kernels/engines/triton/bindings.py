@@ -145,7 +145,7 @@ def tables(rule: Rule, formats: tuple[Format, ...], ptx: bool, device: torch.dev
     return torch.cat(found or [torch.zeros(ALIGNMENT, device="cpu")]).to(device, torch.float32)
 
 
-def _pieces(unit: Unit) -> list[Unit]:
+def _as_coded(unit: Unit) -> list[Unit]:
     """A unit as its format's functions take it: at once, or a moment at a time."""
     if not getattr(module_of(unit.format), "SEPARATE", False):
         return [unit]
@@ -283,9 +283,9 @@ class _Writer:
             pads = dict(zip(unit.parts, constant(unit, (0.0,) * len(unit.moments)), strict=True))
             given = {part: (next(columns), pads[part]) for part in unit.parts}
             inexact += () if unit.format.exact else unit.index
-            for piece in _pieces(unit):
-                order += piece.index
-                made.append(self._unit(piece, given, offsets.get(unit.format, 0)))
+            for one in _as_coded(unit):
+                order += one.index
+                made.append(self._unit(one, given, offsets.get(unit.format, 0)))
         return format.block, made, [order.index(k) for k in range(len(moments))], inexact
 
     def _unit(self, unit: Unit, given: dict[Part, tuple[int, float]], offset: int) -> tuple:

@@ -58,10 +58,10 @@ def takes_ptx(device: torch.device) -> bool:
     return torch.cuda.get_device_capability(device) >= (8, 0)  # what cvt.rn.f16x2.f32 needs
 
 
-_ELEMENTS = {
+# Types of the kernels' arguments: all are addresses, what else they take are constants.
+_POINTERS = {
     "address": "*i64", "geometry": "*i64", "work": "*i32", "hyper": "*fp64", "scalars_": "*fp64",
-    "floats": "*fp32",
-    "count": "*i64", "tables": "*fp32", "partial": "*fp32", "sums": "*fp64",
+    "floats": "*fp32", "count": "*i64", "tables": "*fp32", "partial": "*fp32", "sums": "*fp64",
     "grad_scale": "*fp32", "found_inf": "*fp32",
 }  # fmt: skip
 
@@ -89,19 +89,19 @@ def compile_for(target: GPUTarget, rule: Rule, name: str, *given: tuple, **switc
     made = kernels(rule, grid.formats_of(kinds), ptx)
     kernel, constants = getattr(made, name), {**grid.constants(kinds), **switches}
     names = kernel.arg_names
-    signature = {argument: _ELEMENTS.get(argument, "constexpr") for argument in names}
+    signature = {argument: _POINTERS.get(argument, "constexpr") for argument in names}
     return triton.compile(
         ASTSource(
             kernel, signature,
             constexprs={
                 (i,): constants.get(argument, False)
                 for i, argument in enumerate(names)
-                if argument not in _ELEMENTS
+                if argument not in _POINTERS
             },
             attrs={
                 (i,): [["tt.divisibility", 16]]
                 for i, argument in enumerate(names)
-                if argument in _ELEMENTS
+                if argument in _POINTERS
             },
         ),
         target=target,
