@@ -24,7 +24,7 @@ from benchmarks.common import arguments, plot, registry, report, worker
 from benchmarks.footprint import tables
 from benchmarks.footprint.networks import NETWORKS
 from benchmarks.footprint.worker import Case
-from lowbit_optim._release import BUCKET_BYTES
+from lowbit_optim_cli.footprint import BUCKET_BYTES
 from lowbit_optim_cli.optimizers import EAGER
 
 DTYPES = {"fp32": "float32", "bf16": "bfloat16"}

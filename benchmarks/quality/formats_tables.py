@@ -19,7 +19,7 @@ def tables(written: Mapping[str, dict]) -> Iterator[str]:
     made, recorded = written["synthetic"], written["recorded"]
     names = list(next(iter(made.values())))
     yield _table(
-        ("state", *(f"{key}" for key in made)),
+        ("state", *made),
         ([name, *(_power(made[key][name][0]) for key in made)] for name in names),
     )
     yield _table(

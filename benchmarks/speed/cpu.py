@@ -203,7 +203,7 @@ def main(
     optimizer: Annotated[
         list[str] | None, typer.Option(help="a name of the registry; repeatable")
     ] = None,
-    case: Annotated[list[str] | None, typer.Option(help=f"{', '.join(shapes.SHAPES)}")] = None,
+    case: Annotated[list[str] | None, typer.Option(help=", ".join(shapes.SHAPES))] = None,
     threads: Annotated[list[int] | None, typer.Option(min=1, help="repeatable; 1 and 2")] = None,
     rounds: Annotated[int, typer.Option(min=1, help="timed steps of each of a pair")] = 15,
     peers: Annotated[bool, typer.Option("--peers", help="time other libraries too")] = False,

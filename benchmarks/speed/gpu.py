@@ -33,8 +33,6 @@ from benchmarks.static import traffic
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 LR = 1e-4
 WARM_UP, LEAST_TIMED = 0.3, 0.1  # seconds of steps before those that are timed, and of these
-
-
 WORKLOADS = shapes.GPU_SHAPES
 
 

@@ -130,8 +130,7 @@ def table(rows: list[dict], copy: float, dtype: str) -> Table:
     """Nanoseconds an element from memory and in cache, and the bandwidth."""
     title = (
         f"1 thread, {dtype}, {vector.instruction_set()}; copying runs at {copy:.1f} GB/s\n"
-        "ns an element "
-        "with the tensor in memory and with a small one in cache, medians"
+        "ns an element with the tensor in memory and with a small one in cache, medians"
     )
     grid = tables.grid(title)
     for column in ("optimizer", "pass"):

@@ -144,7 +144,7 @@ def main(
     optimizer: Annotated[
         list[str] | None, typer.Option(help="a name of the registry; repeatable")
     ] = None,
-    case: Annotated[list[str] | None, typer.Option(help=f"{', '.join(CASES)}")] = None,
+    case: Annotated[list[str] | None, typer.Option(help=", ".join(CASES))] = None,
     ranks: Annotated[list[int] | None, typer.Option(min=1, help="repeatable; 1 and 2")] = None,
     rounds: Annotated[int, typer.Option(min=1, help="timed steps of each of a pair")] = 30,
     bind: Annotated[bool, typer.Option(help="keep each rank on cores of its own")] = True,
