@@ -1,8 +1,9 @@
 """The cases as data, and the two runners that walk a case: the package's and the reference's.
 
-A case names a class, its options and the naive rule that says what they mean. `CASES` are the
-optimizers of issue 2; `CASES_FAMILY` and `CASES_ICEFALL` those of issue 3, the latter stepped by
-torch operators and so not in `FUSED_CASES`. A class that the package lacks is an error.
+A case names a class, its options and the naive rule that says what they mean. `CASES` are those of
+LARS, SGD, Adam and AdamW; `CASES_FAMILY` those of the other rules that an engine steps;
+`CASES_ICEFALL` those that torch operators step, and so not in `FUSED_CASES`. A class that the
+package lacks is an error.
 """
 
 import math
@@ -152,7 +153,7 @@ ADAMS = [
     _capped("AdamW", reference.adamw, ADAM, 0.02, weight_decay=0.1),
 ]
 
-# Tighter than issue 3 asks for: these rules do not enlarge a rounding as a ratio of norms does.
+# Tighter than a case's own `rtol`: these rules do not enlarge a rounding as a ratio of norms does.
 CASES = LARS + [replace(case, rtol=1e-5) for case in SGD + ADAMS]
 
 

@@ -1,4 +1,4 @@
-"""What 8 bits may cost and must not do: the figures that issue 2 asks for, but those of speed."""
+"""What 8 bits may cost and must not do: quality and memory, not speed."""
 
 import gc
 import pathlib
