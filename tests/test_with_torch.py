@@ -132,6 +132,18 @@ def test_what_is_loaded_in_inference_mode_is_stepped_outside(case, engine):
 
 
 @CLASSES
+@pytest.mark.parametrize("overflow", [0.0, 1.0])
+def test_numbers_of_a_scaler_may_have_a_dimension(case, engine, overflow):
+    """As those of FSDP's ShardedGradScaler have."""
+    optimizers = [build(case, 8, parameters()) for _ in range(2)]
+    for optimizer, shape in zip(optimizers, ((), (1,)), strict=True):
+        optimizer.grad_scale = torch.full(shape, 8.0)
+        optimizer.found_inf = torch.full(shape, overflow)
+        train(optimizer, 2)
+    assert identical(*map(snapshot, optimizers))
+
+
+@CLASSES
 def test_weights_in_shared_memory(case):
     shared, own = parameters(), parameters()
     for p in shared:

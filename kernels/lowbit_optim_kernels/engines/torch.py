@@ -246,17 +246,21 @@ class TorchRun:
         on_mps = self.device.type == "mps"  # which has no fp64
         self.scalar_dtype = torch.float32 if on_mps else torch.float64
         self.values: dict[str, Any] = {
-            name: value.to(self.device, self.scalar_dtype) if isinstance(value, Tensor) else value
+            name: self._number(value) if isinstance(value, Tensor) else value
             for name, value in batch.hyper.items()
         }
-        self.live = None if batch.found_inf is None else batch.found_inf.to(self.device) == 0
+        self.live = None if batch.found_inf is None else self._number(batch.found_inf) == 0
+
+    def _number(self, x: Tensor) -> Tensor:
+        """A tensor of one element as a number on the device, whatever its shape."""
+        return x.to(self.device, self.scalar_dtype).reshape(())
 
     def _count(self, steps: int) -> None:
         counts = [slot.step for slot in self.batch.slots]
         if self.live is None:
             torch._foreach_add_(counts, steps)
         else:
-            live = (steps * self.live).to(counts[0].dtype).reshape(())
+            live = (steps * self.live).to(counts[0].dtype)
             torch._foreach_add_(counts, [live] * len(counts))
 
     def cancel(self) -> None:
@@ -269,7 +273,7 @@ class TorchRun:
         sign = -1.0 if batch.maximize else 1.0
         scale = torch.full((len(slots),), sign, dtype=self.scalar_dtype, device=self.device)
         if batch.grad_scale is not None:
-            scale = scale / batch.grad_scale.to(device=self.device, dtype=self.scalar_dtype)
+            scale = scale / self._number(batch.grad_scale)
         numels = [float(slot.numel) for slot in slots]
         self.values["gscale"] = scale
         self.values["live"] = True if self.live is None else self.live
