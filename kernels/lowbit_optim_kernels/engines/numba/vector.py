@@ -123,11 +123,11 @@ def fill(element: ir.Type, value: float, lanes: int = LANES) -> ir.Constant:
     return constant(element, [value] * lanes)
 
 
-def spread(builder: ir.IRBuilder, x: ir.Value, lanes: int = LANES) -> ir.Value:
+def spread(builder: ir.IRBuilder, x: ir.Value) -> ir.Value:
     """A vector whose lanes are all x."""
-    undefined = ir.Constant(vector(x.type, lanes), ir.Undefined)
+    undefined = ir.Constant(vector(x.type, LANES), ir.Undefined)
     one = builder.insert_element(undefined, x, ir.Constant(i32, 0))
-    return builder.shuffle_vector(one, undefined, fill(i32, 0, lanes))
+    return builder.shuffle_vector(one, undefined, fill(i32, 0, LANES))
 
 
 def like(x: ir.Value, value: float) -> ir.Constant:

@@ -55,6 +55,9 @@ def create_dynamic_map(signed: bool = True) -> Tensor:
     Returns:
         fp32 tensor of shape (256,) on the CPU, a fresh copy.
 
+    Raises:
+        TypeError: if signed is no bool.
+
     Reference:
         Dettmers, Lewis, Shleifer, Zettlemoyer, "8-bit Optimizers via Block-wise Quantization",
         arXiv:2110.02861 (2021). The values are bit-identical to bitsandbytes' `create_dynamic_map`.

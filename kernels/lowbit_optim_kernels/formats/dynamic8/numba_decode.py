@@ -32,11 +32,8 @@ from ...engines.numba.vector import (
     shuffle,
     vector,
 )
-from .numba_registers import look_up
+from .numba_registers import TRANSPOSE, look_up
 from .numba_tables import book, decoding_lines
-
-# Of a 4 x 4 matrix of 32-bit words: undoes the order that instructions on 128-bit lanes leave.
-TRANSPOSE = [4 * (i % 4) + i // 4 for i in range(16)]
 
 
 def _interleave(b: ir.IRBuilder, x: ir.Value, y: ir.Value, size: int, count: int) -> list:
@@ -57,7 +54,7 @@ def _planes(b: ir.IRBuilder, codes: ir.Value, signed: bool) -> list:
     values = book(signed)[127:255] if signed else book(signed)
     raw = values.view(np.uint8).reshape(-1, 4)
 
-    def look_up(index: ir.Value, first: int, k: int) -> ir.Value:
+    def look_up_byte(index: ir.Value, first: int, k: int) -> ir.Value:
         low, high = (constant(i8, raw[j : j + 64, k]) for j in (first, first + 64))
         name = "llvm.x86.avx512.vpermi2var.qi.512"  # looks at the low seven bits of the index
         return call(b, name, vector(i8, 64), low, index, high)
@@ -65,14 +62,15 @@ def _planes(b: ir.IRBuilder, codes: ir.Value, signed: bool) -> list:
     if not signed:
         upper_half = b.icmp_signed("<", codes, fill(i8, 0, 64))
         return [
-            b.select(upper_half, look_up(codes, 128, k), look_up(codes, 0, k)) for k in range(4)
+            b.select(upper_half, look_up_byte(codes, 128, k), look_up_byte(codes, 0, k))
+            for k in range(4)
         ]
     # The map is symmetric but for its last code, which is 1.0 = 0x3F800000.
     position = b.sub(codes, fill(i8, 127, 64))
     kind = ir.FunctionType(vector(i8, 64), [vector(i8, 64), i1])
     absolute = cgutils.get_or_insert_function(b.module, kind, "llvm.abs.v64i8")
     magnitude = b.call(absolute, [position, ir.Constant(i1, 0)])
-    planes = [look_up(magnitude, 0, k) for k in range(4)]
+    planes = [look_up_byte(magnitude, 0, k) for k in range(4)]
     planes[3] = b.or_(planes[3], b.and_(position, fill(i8, 0x80, 64)))
     is_one = b.icmp_unsigned("==", codes, fill(i8, 255, 64))
     planes[2] = b.select(is_one, fill(i8, 0x80, 64), planes[2])

@@ -25,6 +25,8 @@ from ...engines.numba.vector import (
 )
 
 WIDTH = 16 if HAS_AVX512 else 8  # of a register, in numbers of 32 bits
+# Of a 4 x 4 matrix of 32-bit words: undoes the order that instructions on 128-bit lanes leave.
+TRANSPOSE = [4 * (i % 4) + i // 4 for i in range(16)]
 
 
 def by_halves(b: ir.IRBuilder, emit: Callable, *vectors: ir.Value) -> ir.Value:
@@ -108,6 +110,5 @@ def packed(b: ir.IRBuilder, places: list, zero: int) -> ir.Value:
         halves.append(b.add(half, fill(i16, zero, size // 16)) if zero else half)
     codes = call(b, f"{pack}uswb{suffix}", vector(i8, size // 8), *halves)
     words = b.bitcast(codes, vector(i32, WIDTH))
-    # Undoes the order that instructions on 128-bit lanes leave.
-    order = [4 * (i % 4) + i // 4 for i in range(16)] if HAS_AVX512 else [0, 4, 1, 5, 2, 6, 3, 7]
+    order = TRANSPOSE if HAS_AVX512 else [0, 4, 1, 5, 2, 6, 3, 7]
     return b.bitcast(shuffle(b, words, words, order), vector(i8, size // 8))
