@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -47,9 +48,11 @@ def fixed_bits(bits: int, keep_argument: bool = False) -> Callable[[T], T]:
             format = given.get("state_format")
             _checks.state_format(format)
             if format is not None and FORMATS[format].bits != bits:
+                other = f"{base.__name__}{FORMATS[format].bits}bit"
+                hint = f"; use {other}" if hasattr(sys.modules[cls.__module__], other) else ""
                 raise ValueError(
                     f"state_format must be one of {bits} bits for {name}, got {format!r}, which "
-                    f"has {FORMATS[format].bits}; use {base.__name__}"
+                    f"has {FORMATS[format].bits}{hint}"
                 )
             build(**given, optim_bits=bits)
 

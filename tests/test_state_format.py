@@ -103,8 +103,14 @@ def test_of_names_that_fix_the_bits(case):
     assert storage(eight(parameters(), state_format="dynamic8", **options).defaults)[0] == 8
     assert refused(
         f"state_format must be one of 8 bits for {case.name}8bit, got 'float32', which has 32; "
-        f"use {case.name}",
+        f"use {case.name}32bit",
         eight, parameters(), state_format="float32", **options,
+    )  # fmt: skip
+    four = f"{case.name}4bit"  # which not every optimizer has
+    assert refused(
+        f"state_format must be one of 8 bits for {case.name}8bit, got 'ratio4', which has 4"
+        + (f"; use {four}" if hasattr(lowbit_optim, four) else ""),
+        eight, parameters(), state_format="ratio4", **options,
     )  # fmt: skip
     with pytest.raises(TypeError, match=f"{case.name}32bit: got an unexpected .*'state_format'"):
         wide(parameters(), state_format="float32", **options)
