@@ -232,7 +232,7 @@ class EagerOptimizer(LowBitOptimizer):
         t, dtype = int(state["step"]), compute_dtype(p)
         lr = group["lr"]
         if isinstance(lr, Tensor):
-            lr = lr.to(p.device, dtype).reshape(())
+            lr = lr.to(p.device, dtype)
         weights, residual = self._weights(p, group), state.get(RESIDUAL_KEY)
         work = Work(
             p=weights.read(p.detach(), residual, dtype),
@@ -257,7 +257,7 @@ class EagerOptimizer(LowBitOptimizer):
         """The gradient without the loss scale, flipped by `maximize`, and clipped."""
         grad_scale = self._scaler("grad_scale")
         if grad_scale is not None:
-            g = g / grad_scale.to(device=g.device, dtype=g.dtype).reshape(())
+            g = g / grad_scale.to(device=g.device, dtype=g.dtype)
         if group["maximize"]:
             g = -g
         if group["percentile_clipping"] < 100:

@@ -365,8 +365,8 @@ class LowBitOptimizer(LoadsState):
         return plan
 
     def _scaler(self, name: str) -> Tensor | None:
-        """What an AMP scaler has set for this step."""
-        return getattr(self, name, None)
+        """What an AMP scaler has set for this step, 0-d; FSDP's has it of shape (1,)."""
+        return None if (value := getattr(self, name, None)) is None else value.reshape(())
 
     def _set_values(self, plan: StepPlan, group: Mapping[str, Any]) -> None:
         """Give a plan's batches the values of this step."""

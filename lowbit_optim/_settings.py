@@ -45,11 +45,12 @@ def plain(value: Any) -> Any:
 def as_number(value: Any, wait: bool = False) -> Any:
     """A setting's `plain` value without tensors of one element.
 
-    Those on an accelerator stay, unless it is to `wait` for them.
+    Those on an accelerator stay, as 0-d ones, unless it is to `wait` for them.
     """
     if isinstance(value, Tensor):
-        at_hand = value.numel() == 1 and (wait or value.device.type == "cpu")
-        return value.item() if at_hand else value
+        if value.numel() != 1:
+            return value
+        return value.item() if wait or value.device.type == "cpu" else value.reshape(())
     value = plain(value)
     if isinstance(value, (list, tuple)):
         return tuple(as_number(item, wait) for item in value)

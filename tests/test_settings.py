@@ -174,6 +174,12 @@ def test_args_may_be_an_object_or_a_dict(kind):
         lowbit_optim.AdamW32bit(parameters(), args=kind(optim_bits=8))
 
 
+def test_a_rate_on_a_device_is_a_number_whatever_its_shape():
+    optimizer = lowbit_optim.AdamW32bit(parameters())
+    optimizer.param_groups[0]["lr"] = torch.empty(1, device="meta")
+    assert optimizer._settings_of(0)["lr"].shape == ()
+
+
 def test_overrides_by_tensors_that_print_alike(manager):
     a, b, c, d = parameters(shapes=[(300,)] * 4)
     rates = torch.tensor(0.10001), torch.tensor(0.10002)

@@ -246,14 +246,10 @@ class TorchRun:
         on_mps = self.device.type == "mps"  # which has no fp64
         self.scalar_dtype = torch.float32 if on_mps else torch.float64
         self.values: dict[str, Any] = {
-            name: self._number(value) if isinstance(value, Tensor) else value
+            name: value.to(self.device, self.scalar_dtype) if isinstance(value, Tensor) else value
             for name, value in batch.hyper.items()
         }
-        self.live = None if batch.found_inf is None else self._number(batch.found_inf) == 0
-
-    def _number(self, x: Tensor) -> Tensor:
-        """A tensor of one element as a number on the device, whatever its shape."""
-        return x.to(self.device, self.scalar_dtype).reshape(())
+        self.live = None if batch.found_inf is None else batch.found_inf.to(self.device) == 0
 
     def _count(self, steps: int) -> None:
         counts = [slot.step for slot in self.batch.slots]
@@ -273,7 +269,7 @@ class TorchRun:
         sign = -1.0 if batch.maximize else 1.0
         scale = torch.full((len(slots),), sign, dtype=self.scalar_dtype, device=self.device)
         if batch.grad_scale is not None:
-            scale = scale / self._number(batch.grad_scale)
+            scale = scale / batch.grad_scale.to(device=self.device, dtype=self.scalar_dtype)
         numels = [float(slot.numel) for slot in slots]
         self.values["gscale"] = scale
         self.values["live"] = True if self.live is None else self.live

@@ -203,7 +203,7 @@ class TritonRun:
         if self.batch.found_inf is None:
             torch._foreach_sub_(counts, 1)
             return
-        live = (self.batch.found_inf.to(self.device) == 0).to(counts[0].dtype).reshape(())
+        live = (self.batch.found_inf.to(self.device) == 0).to(counts[0].dtype)
         torch._foreach_sub_(counts, [live] * len(counts))
 
 

@@ -141,7 +141,7 @@ def _send_hyperparameters(plan: Plan, batch: Batch) -> None:
         plan.values = on_host
     for i, value in enumerate(given):
         if isinstance(value, Tensor):
-            plan.hyper[i].copy_(value.reshape(()), non_blocking=True)
+            plan.hyper[i].copy_(value, non_blocking=True)
 
 
 # Building.
