@@ -105,6 +105,9 @@ def test_an_interrupt_before_anything_is_written(engine, device, method, batch, 
     before = snapshot(optimizer)
     with monkeypatch.context() as patch:
         patch.setattr(run, method, interrupted)
+        if engine == "numba":  # pass by pass; else all is one call that no interrupt breaks off
+            plan = pytest.importorskip("lowbit_optim_kernels.engines.numba.plan")
+            patch.setattr(plan.Plan, "sweep", lambda *_: None)
         with pytest.raises(KeyboardInterrupt):
             optimizer.step()
     after = snapshot(optimizer)

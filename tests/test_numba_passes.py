@@ -16,12 +16,12 @@ pytest.importorskip("numba")
 import lowbit_optim
 from lowbit_optim_kernels import formats
 from lowbit_optim_kernels.codegen import specialize
-from lowbit_optim_kernels.codegen.analysis import functions_source
+from lowbit_optim_kernels.codegen.analysis import functions_source, hyper_names
 from lowbit_optim_kernels.codegen.specialize import Item, Variable
 from lowbit_optim_kernels.engines import numba as engines_of_numba
 from lowbit_optim_kernels.engines import torch as engine_torch
 from lowbit_optim_kernels.engines.numba import engine as engine_numba
-from lowbit_optim_kernels.engines.numba import memory, source
+from lowbit_optim_kernels.engines.numba import memory, modules, source
 from lowbit_optim_kernels.formats.layout import Layout
 from lowbit_optim_kernels.plan import Batch, Slot
 from lowbit_optim_kernels.rules import adam, gives, lamb
@@ -90,9 +90,9 @@ def test_whole_tensors_of_such_a_format_are_coded_as_on_torch():
 def test_compiled_code_is_named_by_all_that_its_modules_import(name):
     """Or code of another version would be found that has other constants in it."""
     format = formats.FORMATS[name]
-    named = set(engine_numba._depends(format))
+    named = set(modules.depends(format))
     code = source.code_of(format)
-    helpers = [getattr(engines_of_numba, x) for x in engine_numba._HELPERS if x != "cache"]
+    helpers = [getattr(engines_of_numba, x) for x in modules.HELPERS if x != "cache"]
     for module in [*helpers, *([code, *getattr(code, "DEPENDS", ())] if code else [])]:
         for node in ast.parse(inspect.getsource(module)).body:
             if not isinstance(node, ast.ImportFrom) or not node.level:
@@ -152,7 +152,7 @@ def test_a_moment_that_stays_exact_beside_a_coded_one(rule, format, exact):
     moments = list(rule.moments)
     moments[exact] = dataclasses.replace(moments[exact], exact=True)
     rule_with_exact = dataclasses.replace(rule, moments=tuple(moments))
-    hyper = dict.fromkeys(engine_numba.hyper_names(rule), 0.1)
+    hyper = dict.fromkeys(hyper_names(rule), 0.1)
     got, want = (one_step(engine, rule_with_exact, format, hyper) for engine in ENGINES)
     assert [x.dtype for x in got].count(torch.float32) == 3, "p, a moment and a scale"
     torch.testing.assert_close(got[-1], want[-1], rtol=1e-5, atol=1e-6)  # the exact moment

@@ -22,6 +22,7 @@ from rich.table import Table
 
 from benchmarks.common import arguments, measure, registry, report, tables, verify
 from benchmarks.static import traffic
+from lowbit_optim_kernels.engines.numba import plan as numba_plan
 from lowbit_optim_kernels.engines.numba import threads as numba_threads
 from lowbit_optim_kernels.engines.numba import vector
 
@@ -46,20 +47,20 @@ class Job:
 
 @contextlib.contextmanager
 def recorded() -> Iterator[list[Job]]:
-    """The jobs that run meanwhile."""
+    """The jobs that run meanwhile, a pass each, as for shards."""
     jobs: list[Job] = []
-    original = numba_threads.run
+    original, sweep = numba_threads.run, numba_plan.Plan.sweep
 
     def run(share: object, count: int, threads: int, work: list[int]) -> None:
         start = time.perf_counter()
         original(share, count, threads, work)
         jobs.append(Job(share, count, work, time.perf_counter() - start))
 
-    numba_threads.run = run
+    numba_threads.run, numba_plan.Plan.sweep = run, lambda *_: None
     try:
         yield jobs
     finally:
-        numba_threads.run = original
+        numba_threads.run, numba_plan.Plan.sweep = original, sweep
 
 
 def _optimizer(name: str, elements: int, dtype: torch.dtype) -> torch.optim.Optimizer:

@@ -206,7 +206,8 @@ class Run(Protocol):
     Before `begin` nothing is written. An engine that compiles does so before, as far as it can.
 
     The sums are handed out between `reduce` and `combine` so that a caller who holds only a shard
-    of each tensor can add up the shards of all of them in one all-reduce.
+    of each tensor can add up the shards of all of them in one all-reduce. Of whole tensors an
+    engine may keep them to itself, and has no `phases` then: `finish` does it all.
     """
 
     phases: int

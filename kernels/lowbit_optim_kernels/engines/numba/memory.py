@@ -10,7 +10,7 @@ from numba.core import cgutils
 from numba.extending import intrinsic
 
 from .inner import inner
-from .vector import F, f32, f64, fill, i8, i16, i32, i64, like, of_one, pointer, vector
+from .vector import X86, F, call, f32, f64, fill, i8, i16, i32, i64, like, of_one, pointer, vector
 
 
 def _loader(element: ir.Type, widen: Callable) -> Callable:
@@ -81,7 +81,7 @@ def _writer(number: types.Type, element: ir.Type) -> Callable:
     return write
 
 
-read_i64 = _reader(types.int64, i64)
+read_i64, write_i64 = (make(types.int64, i64) for make in (_reader, _writer))
 read_f32, write_f32 = (make(types.float32, f32) for make in (_reader, _writer))
 read_f64, write_f64 = (make(types.float64, f64) for make in (_reader, _writer))
 read_byte = of_one(types.int64)(lambda b, at: b.zext(b.load(pointer(b, at, i8)), i64))
@@ -95,9 +95,44 @@ def take(b: ir.IRBuilder, address: ir.Value) -> ir.Value:
 
 
 @of_one(types.int64)
+def publish(b: ir.IRBuilder, address: ir.Value) -> ir.Value:
+    """As `take`; who has `seen` it sees all that was written before."""
+    return b.atomic_rmw("add", pointer(b, address, i64), ir.Constant(i64, 1), "release")
+
+
+@of_one(types.int64)
+def seen(b: ir.IRBuilder, address: ir.Value) -> ir.Value:
+    """The int64 number at an address, which other threads may write."""
+    return b.load_atomic(pointer(b, address, i64), "acquire", 8)
+
+
+@of_one(types.int64)
 def number_of(b: ir.IRBuilder, function: ir.Value) -> ir.Value:
     """What the C function `int function(void)` at an address returns."""
     return b.sext(b.call(pointer(b, function, ir.FunctionType(i32, [])), []), i64)
+
+
+@intrinsic
+def call_with(typing, function, word):
+    """Call the C function `void function(int64)` at an address."""
+
+    def emit(context, b, signature_, args):
+        b.call(pointer(b, args[0], ir.FunctionType(ir.VoidType(), [i64])), [args[1]])
+        return context.get_dummy_value()
+
+    return types.void(types.int64, types.int64), emit
+
+
+@intrinsic
+def pause(typing):
+    """Tell the core that it is in a loop that waits, if it has an instruction for that."""
+
+    def emit(context, b, signature_, args):
+        if X86:
+            call(b, "llvm.x86.sse2.pause", ir.VoidType())
+        return context.get_dummy_value()
+
+    return types.void(), emit
 
 
 def _cell(b: ir.IRBuilder, table: list, element: ir.Type) -> ir.Value:

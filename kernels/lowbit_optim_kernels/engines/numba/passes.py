@@ -46,6 +46,7 @@ from .memory import (
     leave,
     load_f32,
     number_of,
+    publish,
     read_f64,
     read_i64,
     set_cell_f64,
@@ -291,6 +292,7 @@ def run_pieces():
                 piece_function(lo, hi, *PIECE_ARGUMENTS)
             else:
                 run_chunks()
+            publish(tickets + 8)
             piece = take(tickets + 64 * (1 + owner))
 
 
@@ -323,13 +325,15 @@ def words_share(job):
 
 
 def read_tensors_job():
-    tensors = read_i64(job + 0)
-    address = read_i64(job + 8)
-    geometry = read_i64(job + 16)
-    hyper = read_i64(job + 24)
-    scalars = read_i64(job + 32)
-    sums = read_i64(job + 40)
-    live = read_i64(job + 48) != 0
+    """Tensors first..last."""
+    first = read_i64(job + 0)
+    last = read_i64(job + 8)
+    address = read_i64(job + 16)
+    geometry = read_i64(job + 24)
+    hyper = read_i64(job + 32)
+    scalars = read_i64(job + 40)
+    sums = read_i64(job + 48)
+    live = read_i64(job + 56) != 0
 
 
 def compute_scalars():
@@ -357,21 +361,21 @@ def compute_scalars():
 
 def begin(job):
     read_tensors_job()
-    for t in range(tensors):
+    for t in range(first, last):
         count_step(cell_i64(address, t, ADDRESS_COLUMNS, STEP), live)
         compute_scalars()
 
 
 def combine(job):
     read_tensors_job()
-    for t in range(tensors):
+    for t in range(first, last):
         compute_scalars()
 
 
 def keep(job):
     """What lasts of what the scalar functions gave."""
     read_tensors_job()
-    for t in range(tensors):
+    for t in range(first, last):
         for x in KEPT:
             to = cell_i64(address, t, ADDRESS_COLUMNS, x.column)
             write_f64(to, cell_f64(scalars, t, SCALAR_COLUMNS, x.of))

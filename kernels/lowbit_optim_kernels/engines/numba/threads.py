@@ -3,7 +3,8 @@
 A pass is compiled to a C function `share(job)`, where `job` is the address of int64 words:
 
     0  address of a C function that says the number of the calling thread, or 0
-    1  address of tickets, atomic counters 64 bytes apart: of threads, then of each thread's pieces
+    1  address of tickets, rows of 64 bytes: atomic counters of threads and of pieces that are done,
+       then one of each thread's pieces
     2  how many threads there are at most
     3  how many pieces each of them has
     4  how many items (chunks, blocks) all pieces have
@@ -28,6 +29,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
@@ -44,13 +46,22 @@ PIECES = 32  # of each thread: at the end of a pass a core waits for a piece of 
 _forked = False
 
 
+def job_words(
+    tickets: np.ndarray, number: int, threads: int, count: int, work: list[int]
+) -> list[int]:
+    """The words of a job; `tickets` has a row of 8 and one for each thread."""
+    threads = max(1, min(threads, count))
+    several = threads > 1
+    head = [number if several else 0, tickets.ctypes.data, threads, PIECES if several else 1, count]
+    return head + work
+
+
 class _Job:
     """A job's words and tickets in memory."""
 
-    def __init__(self, number: int, threads: int, each: int, count: int, work: list[int]) -> None:
+    def __init__(self, number: int, threads: int, count: int, work: list[int]) -> None:
         self.tickets = np.zeros((1 + threads, 8), dtype=np.int64)
-        words = [number, self.tickets.ctypes.data, threads, each, count, *work]
-        self.words = np.array(words, dtype=np.int64)
+        self.words = np.array(job_words(self.tickets, number, threads, count, work), dtype=np.int64)
         self.address = self.words.ctypes.data
 
 
@@ -151,6 +162,30 @@ def _openmp() -> tuple[Any, int] | None:
     return parallel, ctypes.cast(number, ctypes.c_void_p).value or 0
 
 
+def thread_number(threads: int) -> int:
+    """The first word of a job of this many threads."""
+    openmp = _team(threads)
+    return 0 if openmp is None else openmp[1]
+
+
+def _team(threads: int) -> tuple[Any, int] | None:
+    """`_openmp`, where a team of this many threads is to be had of it."""
+    return None if _forked or threads == 1 else _openmp()
+
+
+@cache
+def let_others() -> int:
+    """Address of a C function by which a thread lets others have its core, or 0."""
+    try:
+        if sys.platform == "win32":
+            function = ctypes.windll.kernel32.SwitchToThread
+        else:
+            function = ctypes.CDLL(None).sched_yield
+    except (OSError, AttributeError):
+        return 0
+    return ctypes.cast(function, ctypes.c_void_p).value or 0
+
+
 def call(function: CFunction, words: list[int]) -> None:
     """Call a C function with the address of int64 words."""
     job = np.array(words, dtype=np.int64)
@@ -167,13 +202,11 @@ def run(share: CFunction, count: int, threads: int, work: list[int]) -> None:
         work: the job's words on what it works on.
     """
     threads = max(1, min(threads, count))
-    each = PIECES if threads > 1 else 1
-    team = None if _forked or threads == 1 else _openmp()
-    number = 0 if team is None else team[1]
-    job = _Job(number, threads, each, count, work)
+    openmp = _team(threads)
+    job = _Job(0 if openmp is None else openmp[1], threads, count, work)
     if threads == 1:
         share.ctypes(job.address)
-    elif team is None:
+    elif openmp is None:
         _pool.run(share.ctypes, job, threads)
     else:  # returns when the whole team has, and no signal's handler runs before
-        team[0](share.address, job.address, threads, 0)
+        openmp[0](share.address, job.address, threads, 0)

@@ -51,8 +51,8 @@ _FEATURES = {feature[1:] for feature in host_features().split(",") if feature.st
 HAS_AVX512 = {"avx512f", "avx512bw", "avx512dq"} <= _FEATURES
 HAS_AVX2 = {"avx2", "fma"} <= _FEATURES
 HAS_VBMI = HAS_AVX512 and "avx512vbmi" in _FEATURES
-_X86 = platform.machine().lower() in ("x86_64", "amd64")
-HAS_FLOOR = not _X86 or bool({"sse4.1", "sse4.2", "avx"} & _FEATURES)
+X86 = platform.machine().lower() in ("x86_64", "amd64")
+HAS_FLOOR = not X86 or bool({"sse4.1", "sse4.2", "avx"} & _FEATURES)
 # How instructions of AVX-512 round, without exceptions.
 DOWNWARD, UPWARD = ir.Constant(i32, 9), ir.Constant(i32, 10)
 
@@ -66,7 +66,7 @@ def instruction_set() -> str:
 
 def converts_half() -> bool:
     """Whether LLVM turns fp16 into fp32 by instructions; without, it calls what is not there."""
-    return not _X86 or "f16c" in _FEATURES
+    return not X86 or "f16c" in _FEATURES
 
 
 class VectorType(types.Type):

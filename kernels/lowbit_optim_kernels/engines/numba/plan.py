@@ -1,0 +1,184 @@
+"""The Numba engine's plan of a batch: compiled functions and tables, made once and kept."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from types import ModuleType
+
+import numpy as np
+import torch
+
+from ...codegen.analysis import hyper_names
+from ...plan import WEIGHT_BLOCK, Batch, G, Slot, address_columns
+from ...rules import Rule
+from . import modules, source
+from . import threads as numba_threads
+from .cache import CFunction, c_function
+
+KIND = {torch.float32: "f32", torch.bfloat16: "bf16", torch.float16: "f16"}
+CHUNK = 1 << 14  # elements, in whole blocks
+ALONE = 1 << 16  # elements; so few are not worth waking a thread for
+WINDOW = 1 << 18  # elements, for each thread: the bytes of its share of a cache
+
+
+def threads_for(elements: int, threads: int) -> int:
+    """How many of these threads so many elements are worth."""
+    return threads if elements > ALONE else 1
+
+
+@dataclass
+class Bucket:
+    """Slots of a batch that one compiled function takes, and how they are cut up."""
+
+    passes: dict[str, CFunction]
+    chunks: np.ndarray  # int64 (chunks, 3): tensor, first block, blocks
+    sizes: list[int]  # elements of each slot
+
+    def __post_init__(self) -> None:
+        self.elements = sum(self.sizes)
+
+    def chunk(self, c: int) -> int:
+        """The address of a chunk's row."""
+        return self.chunks.ctypes.data + self.chunks.strides[0] * c
+
+    def windows(self, most: int) -> list[tuple[int, int, int]]:
+        """First chunk, chunks and elements of each: a tensor, or more that have no more in all."""
+        found, first, last, elements = [], 0, 0, 0
+        ends = np.flatnonzero(np.diff(self.chunks[:, 0], append=-1)) + 1
+        for end, size in zip(ends.tolist(), self.sizes, strict=True):
+            if last > first and elements + size > most:
+                found.append((first, last - first, elements))
+                first, elements = last, 0
+            last, elements = end, elements + size
+        return [*found, (first, last - first, elements)]
+
+    def add_up(self, partial: np.ndarray, sums: np.ndarray) -> None:
+        """Add terms of the chunks (chunks, terms) to those of tensors, in the chunks' order."""
+        tensors, terms = self.chunks[:, :1], sums.shape[1]
+        places = (tensors * terms + np.arange(terms)).ravel()
+        sums += np.bincount(places, partial.ravel(), sums.size).reshape(sums.shape)
+
+
+@dataclass
+class Plan:
+    """What depends only on the shapes, dtypes and rule of a batch; kept from step to step."""
+
+    rule: Rule
+    buckets: list[Bucket]
+    per_tensor: dict[str, CFunction]
+    geometry: np.ndarray
+    scalars: np.ndarray
+    address: np.ndarray
+    hyper: np.ndarray
+
+    def __post_init__(self) -> None:
+        arrays = (self.address, self.geometry, self.hyper, self.scalars)
+        self.tables = [array.ctypes.data for array in arrays]
+        self.sweeps: dict[tuple[int, int], Sweep] = {}
+
+    def sweep(self, threads: int) -> Sweep:
+        """All passes, for whole tensors."""
+        number = numba_threads.thread_number(threads)
+        if (number, threads) not in self.sweeps:
+            self.sweeps[number, threads] = Sweep(self, number, threads)
+        return self.sweeps[number, threads]
+
+
+class Sweep:
+    """What `sweep` takes of a plan's tensors with a number of threads; see there."""
+
+    def __init__(self, plan: Plan, number: int, threads: int) -> None:
+        most = WINDOW * threads
+        windows = [(bucket, *window) for bucket in plan.buckets for window in bucket.windows(most)]
+        terms = [len(phase.sums) for phase in plan.rule.phases]
+        combines = [plan.per_tensor[f"combine_{k}"].address for k in range(len(terms))]
+        ends = [*zip(combines, terms, strict=True), (0, 0)]
+        self.function = modules.sweep()
+        self.tickets = np.zeros((len(windows), len(ends), 1 + threads, 8), dtype=np.int64)
+        self.partial = np.empty((max(chunks for _, _, chunks, _ in windows), max(terms)))
+        self.sums = np.empty((len(plan.address), max(terms)))
+        address, geometry, hyper, scalars = plan.tables
+        partial, rows = self.partial.ctypes.data, []
+        for tickets, (bucket, first, chunks, elements) in zip(self.tickets, windows, strict=True):
+            work = [address, geometry, bucket.chunk(first), hyper, scalars, partial]
+            several = threads_for(elements, threads)
+            for own, share, end in zip(tickets, bucket.passes.values(), ends, strict=True):
+                job = numba_threads.job_words(own, number, several, chunks, work)
+                rows.append([*job, share.address, *end])
+        tensor = [0, 0, *plan.tables, self.sums.ctypes.data, 1]
+        self.rows, self.tensor = (np.array(x, dtype=np.int64) for x in (rows, tensor))
+        self.threads = threads_for(sum(bucket.elements for bucket in plan.buckets), threads)
+
+    def run(self) -> None:
+        """Reduce, combine and update."""
+        self.tickets[:] = 0
+        work = [self.rows.ctypes.data, len(self.rows), self.tensor.ctypes.data]
+        work += [self.sums.ctypes.data, numba_threads.let_others()]
+        numba_threads.run(self.function, self.threads, self.threads, work)
+
+
+def _chunks(slots: list[Slot], members: list[int]) -> np.ndarray:
+    rows = []
+    for t in members:
+        block = slots[t].format.block
+        blocks, chunk = slots[t].rows * -(-slots[t].row // block), max(1, CHUNK // block)
+        rows += [(t, b, min(chunk, blocks - b)) for b in range(0, max(1, blocks), chunk)]
+    return np.array(rows, dtype=np.int64).reshape(-1, 3)
+
+
+def _geometry(slot: Slot) -> tuple[int, ...]:
+    """A row of the table that `passes` describes; rows of whole blocks are one long row."""
+    block, rows, row = slot.format.block, slot.rows, slot.row
+    whole = math.lcm(block, WEIGHT_BLOCK) if slot.weights.dithered else block
+    if row % whole == 0:
+        rows, row = 1, rows * row
+    numbers = (slot.tensor_key, slot.blocks_before, slot.weights_before)
+    return rows, row, -(-row // block), slot.numel, *numbers
+
+
+def _compiled(module: ModuleType, names: list[str], suffix: str = "") -> dict[str, CFunction]:
+    """Functions of a module, compiled before a step begins: one that has begun can be finished."""
+    return {name: c_function(module, name + suffix) for name in names}
+
+
+def _make_plan(batch: Batch) -> Plan:
+    slots, rule = batch.slots, batch.rule
+    members: dict[tuple, list[int]] = {}
+    for t, slot in enumerate(slots):
+        kinds = (KIND[slot.p.dtype], KIND[slot.g.dtype], slot.format, slot.weights, slot.shifted)
+        members.setdefault(kinds, []).append(t)
+    names = [f"reduce_{k}" for k in range(len(rule.phases))]
+    names.append("update")
+    buckets = [
+        Bucket(
+            _compiled(modules.elements(rule, *kinds), names, "_share"),
+            _chunks(slots, group),
+            [slots[t].p.numel() for t in group],
+        )
+        for kinds, group in members.items()
+    ]
+    geometry = [_geometry(slot) for slot in slots]
+    per_tensor = ["begin", *(f"combine_{k}" for k in range(len(rule.phases)))]
+    per_tensor += ["keep"] if rule.kept() else []
+    return Plan(
+        rule=rule,
+        buckets=buckets,
+        per_tensor=_compiled(modules.scalars(rule), per_tensor),
+        geometry=np.array(geometry, dtype=np.int64),
+        scalars=np.zeros((len(slots), source.SCALARS + len(rule.scalars()))),
+        address=np.zeros((len(slots), address_columns(rule)), dtype=np.int64),
+        hyper=np.zeros(len(hyper_names(rule))),
+    )
+
+
+def current(batch: Batch) -> Plan:
+    """The plan of a batch, with this step's addresses."""
+    if batch.tables is None:
+        batch.tables = _make_plan(batch)
+    plan: Plan = batch.tables
+    if batch.reused:
+        plan.address[:, G] = batch.gradient_addresses
+    else:
+        plan.address[:] = batch.addresses
+    return plan

@@ -1,0 +1,94 @@
+"""All passes of a step window by window, beside the same passes one after the other."""
+
+import numpy as np
+import pytest
+import torch
+
+import lowbit_optim
+from protocol import give_gradients, identical, parameters, snapshot, train
+
+pytest.importorskip("numba")
+from lowbit_optim_kernels.engines.numba import plan, threads
+
+# Coded and exact moments by turns, so that tensors of one function do not follow each other; one of
+# no elements; one that is larger than a window; short rows.
+SHAPES = [(3, 1000), (7,), (20_000,), (0,), (5, 300), (70, 100), (), (4000,), (1, 2)]
+OPTIMIZERS = {
+    "LARS8bit": {"momentum": 0.9, "trust_coefficient": 0.02},
+    "LAMB8bit": {},
+    "LANS8bit": {},
+    "Eve8bit": {},
+    "AdamW8bit": {"percentile_clipping": 5, "max_unorm": 0.1},
+    "LARS32bit": {"momentum": 0.9, "max_unorm": 0.5},
+}
+
+
+@pytest.fixture(autouse=True)
+def small_windows(monkeypatch):
+    monkeypatch.setattr(plan, "WINDOW", 1 << 12)
+    monkeypatch.setattr(plan, "ALONE", 1 << 11)
+    before = torch.get_num_threads()
+    yield
+    torch.set_num_threads(before)
+
+
+def trained(name, dtypes):
+    """The state after three steps, one of them without a gradient for some."""
+    params = parameters(shapes=SHAPES)
+    params = [
+        torch.nn.Parameter(p.detach().to(dtypes[i % len(dtypes)])) for i, p in enumerate(params)
+    ]
+    optimizer = getattr(lowbit_optim, name)(params, lr=0.1, min_8bit_size=512, **OPTIMIZERS[name])
+    train(optimizer, 2)
+    give_gradients(params, 2)
+    params[2].grad = None
+    optimizer.step()
+    return snapshot(optimizer)
+
+
+@pytest.mark.parametrize(
+    ("name", "dtypes"),
+    [(name, [torch.float32]) for name in OPTIMIZERS]
+    + [("LARS8bit", [torch.bfloat16, torch.float32])],
+)
+def test_windows_change_no_bit(name, dtypes, monkeypatch):
+    with monkeypatch.context() as patch:
+        patch.setattr(plan.Plan, "sweep", lambda *_: None)
+        expected = trained(name, dtypes)
+    for number, team in ((1, True), (2, True), (5, True), (5, False)):
+        torch.set_num_threads(number)
+        with monkeypatch.context() as patch:
+            if not team:
+                patch.setattr(threads, "_openmp", lambda: None)
+            assert identical(trained(name, dtypes), expected)
+
+
+@pytest.mark.parametrize("most", [1, 100, 1000, 10**6])
+def test_a_window_has_whole_tensors(most):
+    blocks = [1, 3, 1, 1, 0, 2, 9, 1]
+    rows = [(t, b, 1) for t, count in enumerate(blocks) for b in range(max(count, 1))]
+    sizes = [100 * count for count in blocks]
+    bucket = plan.Bucket({}, np.array(rows, dtype=np.int64), sizes)
+    windows = bucket.windows(most)
+    assert sum(elements for _, _, elements in windows) == sum(sizes)
+    following, tensors = 0, []
+    for first, chunks, elements in windows:
+        assert first == following
+        following += chunks
+        own = sorted({t for t, _, _ in rows[first:following]})
+        tensors += own
+        assert elements == sum(sizes[t] for t in own)
+        assert elements <= most or len([t for t in own if sizes[t]]) == 1
+    assert tensors == list(range(len(blocks)))
+
+
+def test_a_skipped_step_changes_nothing():
+    optimizer = lowbit_optim.LAMB8bit(parameters(shapes=SHAPES), lr=0.1, min_8bit_size=512)
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+    train(optimizer, 1)
+    before = snapshot(optimizer)
+    params = optimizer.param_groups[0]["params"]
+    scaler.scale(sum(p.sum() for p in params)).backward()
+    params[0].grad[0, 0] = torch.inf
+    scaler.step(optimizer)
+    assert identical(snapshot(optimizer), before)
