@@ -7,9 +7,8 @@ as slow in cache as from memory is bound by its arithmetic; the rest waits for m
 
 from __future__ import annotations
 
-import contextlib
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -22,45 +21,41 @@ from rich.table import Table
 
 from benchmarks.common import arguments, measure, registry, report, tables, verify
 from benchmarks.static import traffic
-from lowbit_optim_kernels.engines.numba import plan as numba_plan
 from lowbit_optim_kernels.engines.numba import threads as numba_threads
 from lowbit_optim_kernels.engines.numba import vector
+from lowbit_optim_kernels.engines.numba.cache import CFunction
 
 LARGE, SMALL = 1 << 24, 64 * 256  # elements
 REPEATED = 64
-CHUNKS, PARTIAL = 2, 5  # words of a job's work: addresses of its chunks and of its partial sums
+COUNT, WORK = 4, slice(5, 11)  # words of a job
+CHUNKS, PARTIAL = 2, 5  # of its work: addresses of its chunks and of its partial sums
 
 
 @dataclass(frozen=True)
-class Job:
-    """What `numba_threads.run` was given, and how long it took."""
+class Pass:
+    """A pass of a step over one tensor: what `numba_threads.run` takes."""
 
-    share: object
+    name: str
+    share: CFunction
     count: int
     work: list[int]
-    seconds: float
 
-    @property
-    def name(self) -> str:
-        return self.share.__name__.removesuffix("_share")
-
-
-@contextlib.contextmanager
-def recorded() -> Iterator[list[Job]]:
-    """The jobs that run meanwhile, a pass each, as for shards."""
-    jobs: list[Job] = []
-    original, sweep = numba_threads.run, numba_plan.Plan.sweep
-
-    def run(share: object, count: int, threads: int, work: list[int]) -> None:
+    def run(self) -> float:
+        """The seconds that it takes on one thread."""
         start = time.perf_counter()
-        original(share, count, threads, work)
-        jobs.append(Job(share, count, work, time.perf_counter() - start))
+        numba_threads.run(self.share, self.count, 1, self.work)
+        return time.perf_counter() - start
 
-    numba_threads.run, numba_plan.Plan.sweep = run, lambda *_: None
-    try:
-        yield jobs
-    finally:
-        numba_threads.run, numba_plan.Plan.sweep = original, sweep
+
+def _passes(optimizer: torch.optim.Optimizer) -> list[Pass]:
+    """Those of a step that has been taken; they work on the optimizer's memory."""
+    ((batch,),) = (plan.batches for plan in optimizer.plans.values())
+    (bucket,) = batch.tables.buckets
+    (rows,) = batch.tables.sweep(1, True).parts
+    return [
+        Pass(name, share, int(row[COUNT]), row[WORK].tolist())
+        for (name, share), row in zip(bucket.passes.items(), rows, strict=True)
+    ]
 
 
 def _optimizer(name: str, elements: int, dtype: torch.dtype) -> torch.optim.Optimizer:
@@ -74,33 +69,28 @@ def from_memory(name: str, dtype: torch.dtype, rounds: int) -> dict[str, dict[st
     """Nanoseconds an element of each pass over a large tensor; quartiles over steps."""
     optimizer = _optimizer(name, LARGE, dtype)
     optimizer.step()
-    with recorded() as jobs:
-        for _ in range(rounds):
-            optimizer.step()
-    times: dict[str, list[float]] = {}
-    for job in jobs:
-        times.setdefault(job.name, []).append(1e9 * job.seconds / LARGE)
-    return {one: measure.spread(values) for one, values in times.items()}
+    passes = _passes(optimizer)
+    times: dict[str, list[float]] = {one.name: [] for one in passes}
+    for _ in range(rounds):
+        for one in passes:
+            times[one.name].append(1e9 * one.run() / LARGE)
+    return {name: measure.spread(values) for name, values in times.items()}
 
 
 def in_cache(name: str, dtype: torch.dtype, rounds: int) -> dict[str, dict[str, float]]:
     """Likewise over a small tensor, REPEATED times a measurement."""
     optimizer = _optimizer(name, SMALL, dtype)
     optimizer.step()
-    with recorded() as jobs:
-        optimizer.step()
     chunks = np.array([[0, 0, SMALL // 256]] * REPEATED, dtype=np.int64)
     partial = np.zeros((REPEATED, 8))
     result = {}
-    for job in jobs:
-        assert job.count == 1
-        work = list(job.work)
-        work[CHUNKS] = chunks.ctypes.data
-        work[PARTIAL:] = [partial.ctypes.data] * len(work[PARTIAL:])
-        with recorded() as again:
-            for _ in range(4 * rounds):
-                numba_threads.run(job.share, REPEATED, 1, work)
-        result[job.name] = measure.spread([1e9 * one.seconds / REPEATED / SMALL for one in again])
+    for one in _passes(optimizer):
+        assert one.count == 1
+        work = list(one.work)
+        work[CHUNKS], work[PARTIAL] = chunks.ctypes.data, partial.ctypes.data
+        again = Pass(one.name, one.share, REPEATED, work)
+        seconds = [again.run() for _ in range(4 * rounds)]
+        result[one.name] = measure.spread([1e9 * x / REPEATED / SMALL for x in seconds])
     return result
 
 

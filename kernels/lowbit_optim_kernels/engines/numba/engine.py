@@ -1,9 +1,9 @@
-"""The CPU engine: the rules through Numba and LLVM, all tensors of a group in one call per pass.
+"""The CPU engine: the rules through Numba and LLVM, all passes over a group's tensors in one call.
 
 Blocks are dealt out in chunks to threads (`threads`). Results do not depend on their number:
 sums are formed per chunk and then added in a fixed order. A rule with norms takes whole tensors
-window by window in one job (`sweep`), and shards, whose sums are added up over processes in
-between, pass by pass.
+window by window (`sweep`), and shards, whose sums are added up over processes in between, pass by
+pass.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from .. import torch as engine_torch
 from . import modules, source
 from . import threads as numba_threads
 from .cache import c_function
-from .plan import Bucket, Sweep, current, threads_for
+from .plan import current, threads_for
 
 
 class NumbaRun:
@@ -34,15 +34,10 @@ class NumbaRun:
         self.plan = current(batch)
         self.plan.hyper[:] = [float(batch.hyper[name]) for name in hyper_names(batch.rule)]
         self.live = batch.found_inf is None or float(batch.found_inf) == 0.0
-        self.threads = torch.get_num_threads()
-        self.sweep = self._sweep()
-        self.phases = 0 if self.sweep else len(batch.rule.phases)
-
-    def _sweep(self) -> Sweep | None:
-        """If nothing comes between the passes; an earlier batch may write what this one sums up."""
-        if not self.batch.rule.phases or self.batch.shards or self.batch.turn:
-            return None
-        return self.plan.sweep(self.threads)
+        # An earlier batch may write the parameters that a later one sums up before it does.
+        whole = not batch.shards and batch.turn == 0
+        self.sweep = self.plan.sweep(torch.get_num_threads(), whole)
+        self.phases = len(self.sweep.parts) - 1
 
     def begin(self) -> None:
         scale = -1.0 if self.batch.maximize else 1.0
@@ -52,13 +47,8 @@ class NumbaRun:
         self._per_tensor("begin")
 
     def reduce(self, phase: int) -> Tensor:
-        terms = len(self.batch.rule.phases[phase].sums)
-        sums = np.zeros((len(self.batch.slots), terms))
-        for bucket in self.plan.buckets:
-            partial = np.empty((len(bucket.chunks), terms))
-            self._pass(bucket, f"reduce_{phase}", partial)
-            bucket.add_up(partial, sums)
-        return torch.from_numpy(sums)
+        self.sweep.run(phase)
+        return torch.from_numpy(self.sweep.sums[phase])
 
     def combine(self, phase: int, sums: Tensor) -> None:
         self._per_tensor(f"combine_{phase}", sums.contiguous().numpy())
@@ -66,11 +56,7 @@ class NumbaRun:
     def finish(self) -> None:
         if not self.live:
             return
-        if self.sweep:
-            self.sweep.run()
-        else:
-            for bucket in self.plan.buckets:
-                self._pass(bucket, "update")
+        self.sweep.run(-1)
         if self.batch.rule.kept():
             self._per_tensor("keep")
 
@@ -82,14 +68,6 @@ class NumbaRun:
         words = [0, len(self.batch.slots), *self.plan.tables]
         words += [0 if sums is None else sums.ctypes.data, int(self.live)]
         numba_threads.call(self.plan.per_tensor[name], words)
-
-    def _pass(self, bucket: Bucket, name: str, partial: np.ndarray | None = None) -> None:
-        address, geometry, hyper, scalars = self.plan.tables
-        work = [address, geometry, bucket.chunk(0), hyper, scalars]
-        if partial is not None:
-            work.append(partial.ctypes.data)
-        threads = threads_for(bucket.elements, self.threads)
-        numba_threads.run(bucket.passes[name], len(bucket.chunks), threads, work)
 
 
 def start(batch: Batch) -> NumbaRun:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 from dataclasses import dataclass
 from types import ModuleType
 
@@ -15,6 +16,7 @@ from ...rules import Rule
 from . import modules, source
 from . import threads as numba_threads
 from .cache import CFunction, c_function
+from .sweep import ROW
 
 KIND = {torch.float32: "f32", torch.bfloat16: "bf16", torch.float16: "f16"}
 CHUNK = 1 << 14  # elements, in whole blocks
@@ -53,12 +55,6 @@ class Bucket:
             last, elements = end, elements + size
         return [*found, (first, last - first, elements)]
 
-    def add_up(self, partial: np.ndarray, sums: np.ndarray) -> None:
-        """Add terms of the chunks (chunks, terms) to those of tensors, in the chunks' order."""
-        tensors, terms = self.chunks[:, :1], sums.shape[1]
-        places = (tensors * terms + np.arange(terms)).ravel()
-        sums += np.bincount(places, partial.ravel(), sums.size).reshape(sums.shape)
-
 
 @dataclass
 class Plan:
@@ -75,46 +71,58 @@ class Plan:
     def __post_init__(self) -> None:
         arrays = (self.address, self.geometry, self.hyper, self.scalars)
         self.tables = [array.ctypes.data for array in arrays]
-        self.sweeps: dict[tuple[int, int], Sweep] = {}
+        self.sweeps: dict[tuple[int, int, bool], Sweep] = {}
 
-    def sweep(self, threads: int) -> Sweep:
-        """All passes, for whole tensors."""
-        number = numba_threads.thread_number(threads)
-        if (number, threads) not in self.sweeps:
-            self.sweeps[number, threads] = Sweep(self, number, threads)
-        return self.sweeps[number, threads]
+    def sweep(self, threads: int, whole: bool) -> Sweep:
+        """The passes, for whole tensors or for shards."""
+        key = numba_threads.thread_number(threads), threads, whole
+        if key not in self.sweeps:
+            self.sweeps[key] = Sweep(self, *key)
+        return self.sweeps[key]
 
 
 class Sweep:
-    """What `sweep` takes of a plan's tensors with a number of threads; see there."""
+    """Passes over a plan's tensors as `sweep` takes them, with a number of threads.
 
-    def __init__(self, plan: Plan, number: int, threads: int) -> None:
-        most = WINDOW * threads
+    Attributes:
+        parts: rows for `sweep`. Whole tensors have one part, which does it all, shards one for each
+            phase, which reduces them, and one that updates them.
+        sums: of each phase, float64 (tensors, terms).
+    """
+
+    def __init__(self, plan: Plan, number: int, threads: int, whole: bool) -> None:
+        phases, tensors = plan.rule.phases, len(plan.address)
+        most = WINDOW * threads if whole and phases else sys.maxsize
         windows = [(bucket, *window) for bucket in plan.buckets for window in bucket.windows(most)]
-        terms = [len(phase.sums) for phase in plan.rule.phases]
-        combines = [plan.per_tensor[f"combine_{k}"].address for k in range(len(terms))]
-        ends = [*zip(combines, terms, strict=True), (0, 0)]
+        chunks = max(window[2] for window in windows)
         self.function = modules.sweep()
-        self.tickets = np.zeros((len(windows), len(ends), 1 + threads, 8), dtype=np.int64)
-        self.partial = np.empty((max(chunks for _, _, chunks, _ in windows), max(terms)))
-        self.sums = np.empty((len(plan.address), max(terms)))
-        address, geometry, hyper, scalars = plan.tables
-        partial, rows = self.partial.ctypes.data, []
-        for tickets, (bucket, first, chunks, elements) in zip(self.tickets, windows, strict=True):
-            work = [address, geometry, bucket.chunk(first), hyper, scalars, partial]
-            several = threads_for(elements, threads)
-            for own, share, end in zip(tickets, bucket.passes.values(), ends, strict=True):
-                job = numba_threads.job_words(own, number, several, chunks, work)
-                rows.append([*job, share.address, *end])
-        tensor = [0, 0, *plan.tables, self.sums.ctypes.data, 1]
-        self.rows, self.tensor = (np.array(x, dtype=np.int64) for x in (rows, tensor))
         self.threads = threads_for(sum(bucket.elements for bucket in plan.buckets), threads)
+        self.sums = [np.empty((tensors, len(phase.sums))) for phase in phases]
+        self.partial = np.empty((chunks, max((len(phase.sums) for phase in phases), default=0)))
+        self.tensor = np.array([0, 0, *plan.tables, 0, 1], dtype=np.int64)
+        self.tickets = np.zeros((len(windows), 1 + len(phases), 1 + threads, 8), dtype=np.int64)
+        table = np.zeros((len(windows), 1 + len(phases), ROW), dtype=np.int64)
+        address, geometry, hyper, scalars = plan.tables
+        for tickets, rows, (bucket, first, chunks, elements) in zip(
+            self.tickets, table, windows, strict=True
+        ):
+            work = [address, geometry, bucket.chunk(first), hyper, scalars]
+            work.append(self.partial.ctypes.data)
+            several = threads_for(elements, threads)
+            for own, row, share in zip(tickets, rows, bucket.passes.values(), strict=True):
+                job = numba_threads.job_words(own, number, several, chunks, work)
+                row[: len(job) + 1] = [*job, share.address]
+        for k, sums in enumerate(self.sums):
+            combine = plan.per_tensor[f"combine_{k}"].address if whole else 0
+            table[:, k, -3:] = sums.shape[1], sums.ctypes.data, combine
+        parts = [table] if whole else [table[:, k] for k in range(1 + len(phases))]
+        self.parts = [np.ascontiguousarray(part).reshape(-1, ROW) for part in parts]
 
-    def run(self) -> None:
-        """Reduce, combine and update."""
+    def run(self, part: int) -> None:
+        """Run a part."""
         self.tickets[:] = 0
-        work = [self.rows.ctypes.data, len(self.rows), self.tensor.ctypes.data]
-        work += [self.sums.ctypes.data, numba_threads.let_others()]
+        rows = self.parts[part]
+        work = [rows.ctypes.data, len(rows), self.tensor.ctypes.data, numba_threads.let_others()]
         numba_threads.run(self.function, self.threads, self.threads, work)
 
 
