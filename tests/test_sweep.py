@@ -66,6 +66,29 @@ def test_windows_change_no_bit(name, dtypes, monkeypatch):
             assert identical(trained(name, dtypes), expected)
 
 
+@pytest.mark.parametrize("number", [1, 2, 5])
+def test_pieces_of_a_thread_that_does_not_come_back_are_done_again(number, monkeypatch):
+    """The first of each owner, of every reduction."""
+    torch.set_num_threads(number)
+    expected = trained("LANS8bit", [torch.float32])
+
+    def run(function, count, team, work):
+        tickets = running[-1].tickets
+        tickets[:, :-1, 1:, 0] = 1
+        original(function, count, team, work)
+        assert (tickets[:, :-1, 1:, 1] & 1).any()
+
+    def sweep(self, part):
+        running.append(self)
+        whole(self, part)
+
+    running, original, whole = [], threads.run, plan.Sweep.run
+    monkeypatch.setattr(plan.Sweep, "run", sweep)
+    monkeypatch.setattr(threads, "run", run)
+    assert identical(trained("LANS8bit", [torch.float32]), expected)
+    assert len(running) == 3
+
+
 @pytest.mark.parametrize("most", [1, 100, 1000, 10**6])
 def test_a_window_has_whole_tensors(most):
     blocks = [1, 3, 1, 1, 0, 2, 9, 1]

@@ -123,7 +123,7 @@ class Recorder:
             "cell_i64": lambda table, row, columns, column: int(table[row, column]),
             "cell_f64": lambda table, row, columns, column: 0.5,
             "set_cell_f64": lambda *_: None, "take": self.take, "number_of": None,
-            "publish": lambda _: None,
+            "publish": lambda *_: None,
             "INFINITY": np.float32("inf"), "f32": np.float32, "abs": np.abs, "sign": np.sign,
             "sqrt": np.sqrt, "where": np.where, "maximum": np.maximum, "minimum": np.minimum,
             "finite": np.isfinite, "isfinite": math.isfinite, "only_finite": lambda x: x,

@@ -94,10 +94,15 @@ def take(b: ir.IRBuilder, address: ir.Value) -> ir.Value:
     return b.atomic_rmw("add", pointer(b, address, i64), ir.Constant(i64, 1), "monotonic")
 
 
-@of_one(types.int64)
-def publish(b: ir.IRBuilder, address: ir.Value) -> ir.Value:
-    """As `take`; who has `seen` it sees all that was written before."""
-    return b.atomic_rmw("add", pointer(b, address, i64), ir.Constant(i64, 1), "release")
+@intrinsic
+def publish(typing, address, bits):
+    """Set bits of the int64 number at an address; who has `seen` them sees all that was before."""
+
+    def emit(context, b, signature_, args):
+        b.atomic_rmw("or", pointer(b, args[0], i64), args[1], "release")
+        return context.get_dummy_value()
+
+    return types.void(types.int64, types.int64), emit
 
 
 @of_one(types.int64)

@@ -292,7 +292,7 @@ def run_pieces():
                 piece_function(lo, hi, *PIECE_ARGUMENTS)
             else:
                 run_chunks()
-            publish(tickets + 8)
+            publish(tickets + 64 * (1 + owner) + 8, 1 << piece)
             piece = take(tickets + 64 * (1 + owner))
 
 

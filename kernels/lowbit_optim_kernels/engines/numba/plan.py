@@ -16,7 +16,7 @@ from ...rules import Rule
 from . import modules, source
 from . import threads as numba_threads
 from .cache import CFunction, c_function
-from .sweep import ROW
+from .sweep import JOB, ROW
 
 KIND = {torch.float32: "f32", torch.bfloat16: "bf16", torch.float16: "f16"}
 CHUNK = 1 << 14  # elements, in whole blocks
@@ -91,30 +91,29 @@ class Sweep:
     """
 
     def __init__(self, plan: Plan, number: int, threads: int, whole: bool) -> None:
-        phases, tensors = plan.rule.phases, len(plan.address)
+        phases = plan.rule.phases
         most = WINDOW * threads if whole and phases else sys.maxsize
         windows = [(bucket, *window) for bucket in plan.buckets for window in bucket.windows(most)]
-        chunks = max(window[2] for window in windows)
+        begins = np.cumsum([0, *(chunks for _, _, chunks, _ in windows)])
         self.function = modules.sweep()
         self.threads = threads_for(sum(bucket.elements for bucket in plan.buckets), threads)
-        self.sums = [np.empty((tensors, len(phase.sums))) for phase in phases]
-        self.partial = np.empty((chunks, max((len(phase.sums) for phase in phases), default=0)))
+        self.partial = [np.empty((begins[-1], len(phase.sums))) for phase in phases]
+        self.sums = [np.empty((len(plan.address), len(phase.sums))) for phase in phases]
         self.tensor = np.array([0, 0, *plan.tables, 0, 1], dtype=np.int64)
         self.tickets = np.zeros((len(windows), 1 + len(phases), 1 + threads, 8), dtype=np.int64)
         table = np.zeros((len(windows), 1 + len(phases), ROW), dtype=np.int64)
         address, geometry, hyper, scalars = plan.tables
-        for tickets, rows, (bucket, first, chunks, elements) in zip(
-            self.tickets, table, windows, strict=True
-        ):
-            work = [address, geometry, bucket.chunk(first), hyper, scalars]
-            work.append(self.partial.ctypes.data)
+        for w, (bucket, first, chunks, elements) in enumerate(windows):
+            work = [address, geometry, bucket.chunk(first), hyper, scalars, 0]
             several = threads_for(elements, threads)
-            for own, row, share in zip(tickets, rows, bucket.passes.values(), strict=True):
+            for k, share in enumerate(bucket.passes.values()):
+                own = self.tickets[w, k]
                 job = numba_threads.job_words(own, number, several, chunks, work)
-                row[: len(job) + 1] = [*job, share.address]
-        for k, sums in enumerate(self.sums):
+                table[w, k, : JOB + 1] = [*job, share.address]
+        for k, (partial, sums) in enumerate(zip(self.partial, self.sums, strict=True)):
+            table[:, k, JOB - 1] = partial.ctypes.data + partial.strides[0] * begins[:-1]
             combine = plan.per_tensor[f"combine_{k}"].address if whole else 0
-            table[:, k, -3:] = sums.shape[1], sums.ctypes.data, combine
+            table[:, k, JOB + 1 :] = sums.shape[1], sums.ctypes.data, combine
         parts = [table] if whole else [table[:, k] for k in range(1 + len(phases))]
         self.parts = [np.ascontiguousarray(part).reshape(-1, ROW) for part in parts]
 

@@ -12,11 +12,13 @@ for a few tensors at a time, the second reading finds them in a cache that the c
 
 and a row the job of a pass over chunks of whole tensors, the address of its share, and of a
 reduction how many terms it has, the address of their sums over tensors (float64), and that of the
-phase's `combine`; else 0. Its tickets begin with 0, how many pieces are done, 0 or more for those
-who would combine, and 1 when that is done.
+phase's `combine`; else 0. The first of its tickets has beside it how many threads would combine,
+and 1 when that is done.
 
-A thread goes on to the next pass when nobody has a piece of a reduction any more, whoever had it:
-one that another program keeps from its core does not hold up the others unless it has a piece.
+A thread goes on to the next pass when all of a reduction is done, whoever did it. A piece of a
+thread that another program keeps from its core is done again by others: a reduction's results are
+read once, and what such a thread finds out when it comes back, from numbers that are updated
+already, is left where nobody reads it any more.
 """
 
 from __future__ import annotations
@@ -26,32 +28,78 @@ from .memory import (
     call_with,
     cell_f64,
     cell_i64,
+    move,
     number_of,
     pause,
     publish,
     read_i64,
     seen,
     set_cell_f64,
+    stack,
     take,
     write_i64,
 )
 
 ROW = 15  # words
+JOB = 11  # of them the pass's
+JOB_BYTES, OWN_TICKETS = 8 * JOB, 128
 TICKETS, THREADS, EACH, COUNT = 8, 16, 24, 32  # bytes of a row
 CHUNKS, PARTIAL, SHARE, TERMS, SUMS, COMBINE = 56, 80, 88, 96, 104, 112
-DONE, COMBINING, COMBINED = 8, 16, 24  # bytes of its tickets
+COMBINING, COMBINED = 8, 16  # bytes of its tickets
 PAUSES = 1 << 12  # some 100 us; a piece takes less, if nobody keeps its thread from a core
 
 
 @inner
-def wait(address, value, let_others):
-    """Until a number is what other threads make it."""
+def done(row, owner):
+    """Bits of the pieces of a thread that are done."""
+    return seen(read_i64(row + TICKETS) + 64 * (1 + owner) + 8)
+
+
+@inner
+def not_done(row):
+    """How many threads have pieces that are not."""
+    full, found = (1 << read_i64(row + EACH)) - 1, 0
+    for owner in range(read_i64(row + THREADS)):
+        if done(row, owner) != full:
+            found += 1
+    return found
+
+
+@inner
+def do_again(row):
+    """Pieces that are not done, each as a job of its own."""
+    tickets, threads = read_i64(row + TICKETS), read_i64(row + THREADS)
+    each, count = read_i64(row + EACH), read_i64(row + COUNT)
+    job, own = stack(JOB_BYTES), stack(OWN_TICKETS)
+    for k in range(threads * each):
+        owner, piece = k // each, k % each
+        if done(row, owner) >> piece & 1:
+            continue
+        lo, hi = count * k // (threads * each), count * (k + 1) // (threads * each)
+        move(job, row, JOB_BYTES)
+        for at in range(0, OWN_TICKETS, 8):
+            write_i64(own + at, 0)
+        write_i64(job, 0)
+        write_i64(job + TICKETS, own)
+        write_i64(job + THREADS, 1)
+        write_i64(job + EACH, 1)
+        write_i64(job + COUNT, hi - lo)
+        write_i64(job + CHUNKS, read_i64(row + CHUNKS) + 24 * lo)
+        write_i64(job + PARTIAL, read_i64(row + PARTIAL) + 8 * read_i64(row + TERMS) * lo)
+        call_with(read_i64(row + SHARE), job)
+        publish(tickets + 64 * (1 + owner) + 8, 1 << piece)
+
+
+@inner
+def end_reduction(row):
+    """Wait for the pieces that others have, or do them again."""
     pauses = 0
-    while seen(address) != value:
-        pauses += 1
-        pause()
-        if pauses > PAUSES and let_others != 0:
-            number_of(let_others)
+    while not_done(row) > 0:
+        if pauses == PAUSES:
+            do_again(row)
+        else:
+            pauses += 1
+            pause()
 
 
 @inner
@@ -72,6 +120,21 @@ def combine_tensors(row, tensor):
             call_with(combine, tensor)
 
 
+@inner
+def combine_once(row, tensor, let_others):
+    """By the thread that comes first; the others wait."""
+    tickets = read_i64(row + TICKETS)
+    if take(tickets + COMBINING) == 0:
+        combine_tensors(row, tensor)
+        publish(tickets + COMBINED, 1)
+    pauses = 0
+    while seen(tickets + COMBINED) == 0:
+        pauses += 1
+        pause()
+        if pauses > PAUSES and let_others != 0:
+            number_of(let_others)
+
+
 def sweep(job):
     """A thread's part of all passes."""
     rows, count = read_i64(job + 40), read_i64(job + 48)
@@ -80,9 +143,5 @@ def sweep(job):
         row = rows + 8 * ROW * r
         call_with(read_i64(row + SHARE), row)
         if read_i64(row + TERMS) > 0:
-            tickets = read_i64(row + TICKETS)
-            wait(tickets + DONE, read_i64(row + THREADS) * read_i64(row + EACH), let_others)
-            if take(tickets + COMBINING) == 0:
-                combine_tensors(row, tensor)
-                publish(tickets + COMBINED)
-            wait(tickets + COMBINED, 1, let_others)
+            end_reduction(row)
+            combine_once(row, tensor, let_others)

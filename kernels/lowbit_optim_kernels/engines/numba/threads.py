@@ -3,8 +3,8 @@
 A pass is compiled to a C function `share(job)`, where `job` is the address of int64 words:
 
     0  address of a C function that says the number of the calling thread, or 0
-    1  address of tickets, rows of 64 bytes: atomic counters of threads and of pieces that are done,
-       then one of each thread's pieces
+    1  address of tickets, rows of 64 bytes that begin with an atomic counter: of threads, then of
+       each thread's pieces, with a bit for each one that is done beside it
     2  how many threads there are at most
     3  how many pieces each of them has
     4  how many items (chunks, blocks) all pieces have
@@ -41,7 +41,7 @@ import torch
 
 from .cache import CFunction
 
-PIECES = 32  # of each thread: at the end of a pass a core waits for a piece of another one
+PIECES = 32  # of each thread, at most 63: a core that is done waits for a piece of another one
 
 _forked = False
 
