@@ -152,7 +152,8 @@ def _keep_formats(
         for p, index in zip(group["params"], old["params"], strict=True):
             saved = state_dict["state"].get(index)
             format = _format_of(saved, moments, of) if saved else None
-            if format is not None:
+            small = format == "float32" and p.numel() < group["min_8bit_size"]
+            if format is not None and not small:
                 own = {"state_format": format, "min_8bit_size": 0}
                 manager.override_config(p, key_value_dict=own)
 
@@ -208,7 +209,9 @@ def _parameter(saved: Mapping[str, Any], moments: tuple[Moment, ...]) -> nn.Para
         values = [saved[key] for key in keys if isinstance(saved.get(key), Tensor)]
         if values:
             shape = tuple(values[0].shape)
-            dtype = values[0].dtype if values[0].dtype == torch.float64 else dtype
+            coded = not values[0].is_floating_point()  # which says nothing; what is beside it does
+            telling = [x for x in checkpoints.tensors(saved) if x.ndim] if coded else values[:1]
+            dtype = torch.float64 if any(x.dtype == torch.float64 for x in telling) else dtype
     return nn.Parameter(torch.zeros((), dtype=dtype).expand(shape))
 
 

@@ -99,6 +99,20 @@ def test_an_overridden_parameter_keeps_its_format(tmp_path, family, manager):
     assert_equal(same, optimizer.state_dict())
 
 
+def test_a_small_parameter_keeps_its_variance(tmp_path):
+    """Which is the mean square's in a format that rounds nothing."""
+    optimizer = stepped(lowbit_optim.RMSprop8bit, "RMSprop", centered=True)
+    same = converted(saved(tmp_path / "run.pt", optimizer), tmp_path / "same.pt", "--to", "lowbit")
+    assert_equal(same, optimizer.state_dict())
+
+
+@pytest.mark.parametrize("family", ["ScheduleFreeAdamW", "Cain"])
+def test_what_is_beside_codes_stays_in_fp64(tmp_path, family):
+    optimizer = stepped(getattr(lowbit_optim, f"{family}8bit"), family, parameters(torch.float64))
+    same = converted(saved(tmp_path / "run.pt", optimizer), tmp_path / "same.pt", "--to", "lowbit")
+    assert_equal(same, optimizer.state_dict())
+
+
 def test_embeddings_in_32_bits_come_to_other_libraries_as_they_are(tmp_path, manager):
     params = parameters()
     manager.override_config(params[0], "optim_bits", 32)
