@@ -283,6 +283,13 @@ def _converted(
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         optimizer = rebuilt(found, name, format)
+    params = [p for group in optimizer.param_groups for p in group["params"]]
+    states = [state for p in params if (state := optimizer.state.get(p))]
+    if to == "torch" and name == "Adagrad" and len(states) < len(params):
+        raise Refused(
+            f"{found.where} has parameters without state, which torch.optim.Adagrad has from the "
+            "start; their shapes are not in it: use lowbit_optim.to_torch_state_dict"
+        )
     try:
         if to == "torch":
             new = lowbit_optim.to_torch_state_dict(optimizer)
@@ -292,8 +299,6 @@ def _converted(
             new = optimizer.state_dict()
     except ValueError as error:
         raise Refused(f"{found.where} cannot be converted to {to}: {error}") from None
-    params = (p for group in optimizer.param_groups for p in group["params"])
-    states = [state for p in params if (state := optimizer.state.get(p))]
     was, count = library(found.state_dict), plural(len(states), "parameter")
     lines = [f"{found.where}: {name} of {was} to {to}, {count} with state"]
     lines += [str(warning.message) for warning in caught]

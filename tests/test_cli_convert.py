@@ -127,6 +127,15 @@ def test_embeddings_in_32_bits_come_to_other_libraries_as_they_are(tmp_path, man
     assert_equal(plain, lowbit_optim.to_torch_state_dict(optimizer))
 
 
+def test_a_sum_whose_shape_nobody_knows_is_refused(tmp_path):
+    """torch.optim.Adagrad has a state of every parameter, and would load any shape of it."""
+    params = parameters()
+    params[2].grad = None
+    run = saved(tmp_path / "run.pt", stepped(lowbit_optim.Adagrad8bit, "Adagrad", params))
+    said = refused("convert", run, tmp_path / "new.pt", "--to", "torch")
+    assert "has parameters without state, which torch.optim.Adagrad has from the start" in said
+
+
 @pytest.mark.filterwarnings("ignore:.*(single process|no_dist)")
 def test_a_dcp_folder_is_made_a_file_first(tmp_path):
     _, _, state = rebuilt(tmp_path / "run.pt")
