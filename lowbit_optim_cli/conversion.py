@@ -188,7 +188,7 @@ def moments_of(name: str) -> tuple[Moment, ...]:
 
 
 def _parameter(saved: Mapping[str, Any], moments: tuple[Moment, ...]) -> nn.Parameter:
-    """A parameter of the shape that its moments have, and of a dtype that fits them."""
+    """A parameter of the shape that its moments or residual have, and of a dtype that fits them."""
     shape: tuple[int, ...] = (0,)
     dtype = torch.bfloat16 if RESIDUAL_KEY in saved else torch.float32
     nested = saved.get(NESTED)
@@ -206,7 +206,7 @@ def _parameter(saved: Mapping[str, Any], moments: tuple[Moment, ...]) -> nn.Para
             for part in unit.parts
             if not part.per_block
         ]
-        values = [saved[key] for key in keys if isinstance(saved.get(key), Tensor)]
+        values = [saved[key] for key in (*keys, RESIDUAL_KEY) if isinstance(saved.get(key), Tensor)]
         if values:
             shape = tuple(values[0].shape)
             coded = not values[0].is_floating_point()  # which says nothing; what is beside it does

@@ -90,6 +90,14 @@ def test_another_format_changes_nothing_else(tmp_path):
         assert now["exp_avg_and_sq"].dtype == torch.uint8
 
 
+def test_a_residual_may_be_all_that_is_kept(tmp_path):
+    params = parameters(torch.bfloat16)
+    optimizer = stepped(lowbit_optim.SGD, "", params, master_weight_bits=24)
+    assert optimizer.state[params[0]].keys() == {"step", "master_residual"}
+    same = converted(saved(tmp_path / "run.pt", optimizer), tmp_path / "same.pt", "--to", "lowbit")
+    assert_equal(same, optimizer.state_dict())
+
+
 @pytest.mark.parametrize("family", ["AdamW", "LARS"])
 def test_an_overridden_parameter_keeps_its_format(tmp_path, family, manager):
     params = parameters()
