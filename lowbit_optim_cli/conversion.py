@@ -148,12 +148,14 @@ def _keep_formats(
     An override may have decided it, of which a state dict has nothing else.
     """
     manager, of = GlobalOptimManager.get_instance(), library(state_dict)
+    in_32_bits = _saved.keys_of(optimizer.moments(), FORMATS["float32"])
     for group, old in zip(optimizer.param_groups, state_dict["param_groups"], strict=True):
         for p, index in zip(group["params"], old["params"], strict=True):
             saved = state_dict["state"].get(index)
             format = _format_of(saved, moments, of) if saved else None
-            small = format == "float32" and p.numel() < group["min_8bit_size"]
-            if format is not None and not small:
+            if format == "float32" and of == "lowbit_optim" and not in_32_bits <= saved.keys():
+                continue  # a variance of RMSprop in 8 bits, of a parameter that is small
+            if format is not None:
                 own = {"state_format": format, "min_8bit_size": 0}
                 manager.override_config(p, key_value_dict=own)
 

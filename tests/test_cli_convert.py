@@ -107,9 +107,14 @@ def test_an_overridden_parameter_keeps_its_format(tmp_path, family, manager):
     assert_equal(same, optimizer.state_dict())
 
 
-def test_a_small_parameter_keeps_its_variance(tmp_path):
-    """Which is the mean square's in a format that rounds nothing."""
-    optimizer = stepped(lowbit_optim.RMSprop8bit, "RMSprop", centered=True)
+@pytest.mark.parametrize("overridden", [False, True])
+def test_a_small_parameter_keeps_its_variance(tmp_path, overridden, manager):
+    """Which is a mean square in 32 bits that an override has asked for."""
+    params = parameters()
+    if overridden:
+        manager.override_config(params[2], "optim_bits", 32)
+    optimizer = stepped(lowbit_optim.RMSprop8bit, "RMSprop", params, centered=True)
+    assert ("square_avg" in optimizer.state[params[2]]) == overridden
     same = converted(saved(tmp_path / "run.pt", optimizer), tmp_path / "same.pt", "--to", "lowbit")
     assert_equal(same, optimizer.state_dict())
 
