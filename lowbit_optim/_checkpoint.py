@@ -248,9 +248,7 @@ def check_values(
     saved: Mapping[str, Any], p: Tensor, moments: Iterable[Moment], lasting: Iterable[Lasting]
 ) -> None:
     """Refuse numbers that no step leaves behind, and that would make parameters non-finite."""
-    for key, value in saved.items():
-        if isinstance(value, Tensor) and value.device.type == "meta" and p.device.type != "meta":
-            raise ValueError(f"{key!r} is a tensor on the meta device, which has no values")
+    _saved.require_values(saved, p)
     if "step" in saved:
         as_step(saved["step"])
     for x in dict.fromkeys((*lasting, NORMS)):

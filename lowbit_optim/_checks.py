@@ -42,9 +42,9 @@ def number(
     outside = x <= low if open_low else x < low
     outside |= x >= high if open_high else x > high
     if outside or not math.isfinite(x):
-        lower = f"{'>' if open_low else '>='} {low:g}"
+        lower = "" if low == -math.inf else f", {'>' if open_low else '>='} {low:g}"
         upper = "" if high == math.inf else f" and {'<' if open_high else '<='} {high:g}"
-        raise ValueError(f"{name} must be finite, {lower}{upper}; got {value!r}")
+        raise ValueError(f"{name} must be finite{lower}{upper}; got {value!r}")
     if isinstance(value, Integral) and abs(int(value)) > LARGEST_INTEGER:
         raise ValueError(f"{name} must be a float beyond {LARGEST_INTEGER}; got {value!r}")
 

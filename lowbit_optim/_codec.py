@@ -33,7 +33,7 @@ def quantize_blockwise(x: Tensor, signed: bool = True) -> tuple[Tensor, Tensor]:
         shape (ceil(x.numel() / 256),).
 
     Raises:
-        TypeError: if x is not a floating tensor or signed is not a bool.
+        TypeError: if x is not a dense floating tensor or signed is not a bool.
 
     Example:
         >>> codes, absmax = quantize_blockwise(torch.randn(1000, 1000))
@@ -45,6 +45,7 @@ def quantize_blockwise(x: Tensor, signed: bool = True) -> tuple[Tensor, Tensor]:
     """
     if not isinstance(x, Tensor) or not x.is_floating_point():
         raise TypeError(f"x must be a floating tensor, got {getattr(x, 'dtype', type(x))}")
+    _require_dense("x", x)
     unit = _unit(signed)
     codes, absmax = dispatch.encode(unit, [x], x.shape).values()
     return codes, absmax
@@ -66,8 +67,8 @@ def dequantize_blockwise(
         Tensor of codes' shape and `dtype`: codebook[code] * absmax.
 
     Raises:
-        TypeError: for codes that are not uint8, a signed that is not a bool, a dtype that is not
-            floating.
+        TypeError: for codes that are not dense and uint8, a signed that is not a bool, a dtype that
+            is not floating.
         ValueError: if absmax is no dense real tensor of the shape that belongs to codes' shape.
 
     Example:
@@ -77,6 +78,7 @@ def dequantize_blockwise(
     """
     if not isinstance(codes, Tensor) or codes.dtype != torch.uint8:
         raise TypeError(f"codes must be uint8, got {getattr(codes, 'dtype', type(codes))}")
+    _require_dense("codes", codes)
     if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
         raise TypeError(f"dtype must be a floating dtype, got {dtype}")
     unit = _unit(signed)
@@ -89,6 +91,11 @@ def dequantize_blockwise(
         )
     scales = absmax.detach().to(device=codes.device, dtype=torch.float32).contiguous()
     return dispatch.decode(unit, [codes.contiguous(), scales], codes.shape, dtype)[0]
+
+
+def _require_dense(name: str, x: Tensor) -> None:
+    if x.layout != torch.strided:
+        raise TypeError(f"{name} must be a dense tensor, got {x.layout}")
 
 
 def _unit(signed: bool) -> Unit:

@@ -140,6 +140,13 @@ def _check_numbers(moment: Moment, value: Tensor, p: Tensor) -> None:
         raise ValueError(f"{moment.key!r} has elements that are not {allowed}")
 
 
+def require_values(saved: Mapping[str, Any], p: Tensor) -> None:
+    """Refuse tensors on the meta device, unless the parameter is there, too."""
+    for key, value in saved.items():
+        if isinstance(value, Tensor) and value.device.type == "meta" and p.device.type != "meta":
+            raise ValueError(f"{key!r} is a tensor on the meta device, which has no values")
+
+
 def require_dense(key: str, value: Any, dtypes: tuple[torch.dtype | None, ...] = REAL) -> None:
     """Refuse what is no tensor of one of these dtypes, or a sparse one."""
     if not isinstance(value, Tensor):

@@ -148,10 +148,13 @@ def _keep_formats(
     An override may have decided it, of which a state dict has nothing else.
     """
     manager, of = GlobalOptimManager.get_instance(), library(state_dict)
+    in_32_bits = _saved.keys_of(optimizer.moments(), FORMATS["float32"])
     for group, old in zip(optimizer.param_groups, state_dict["param_groups"], strict=True):
         for p, index in zip(group["params"], old["params"], strict=True):
             saved = state_dict["state"].get(index)
             format = _format_of(saved, moments, of) if saved else None
+            if format == "float32" and of == "lowbit_optim" and not in_32_bits <= saved.keys():
+                continue  # a variance of RMSprop in 8 bits, of a parameter that is small
             if format is not None:
                 own = {"state_format": format, "min_8bit_size": 0}
                 manager.override_config(p, key_value_dict=own)
@@ -187,7 +190,7 @@ def moments_of(name: str) -> tuple[Moment, ...]:
 
 
 def _parameter(saved: Mapping[str, Any], moments: tuple[Moment, ...]) -> nn.Parameter:
-    """A parameter of the shape that its moments have, and of a dtype that fits them."""
+    """A parameter of the shape that its moments or residual have, and of a dtype that fits them."""
     shape: tuple[int, ...] = (0,)
     dtype = torch.bfloat16 if RESIDUAL_KEY in saved else torch.float32
     nested = saved.get(NESTED)
@@ -205,10 +208,12 @@ def _parameter(saved: Mapping[str, Any], moments: tuple[Moment, ...]) -> nn.Para
             for part in unit.parts
             if not part.per_block
         ]
-        values = [saved[key] for key in keys if isinstance(saved.get(key), Tensor)]
+        values = [saved[key] for key in (*keys, RESIDUAL_KEY) if isinstance(saved.get(key), Tensor)]
         if values:
             shape = tuple(values[0].shape)
-            dtype = values[0].dtype if values[0].dtype == torch.float64 else dtype
+            coded = not values[0].is_floating_point()  # which says nothing; what is beside it does
+            telling = [x for x in checkpoints.tensors(saved) if x.ndim] if coded else values[:1]
+            dtype = torch.float64 if any(x.dtype == torch.float64 for x in telling) else dtype
     return nn.Parameter(torch.zeros((), dtype=dtype).expand(shape))
 
 
@@ -280,6 +285,13 @@ def _converted(
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         optimizer = rebuilt(found, name, format)
+    params = [p for group in optimizer.param_groups for p in group["params"]]
+    states = [state for p in params if (state := optimizer.state.get(p))]
+    if to == "torch" and name == "Adagrad" and len(states) < len(params):
+        raise Refused(
+            f"{found.where} has parameters without state, which torch.optim.Adagrad has from the "
+            "start; their shapes are not in it: use lowbit_optim.to_torch_state_dict"
+        )
     try:
         if to == "torch":
             new = lowbit_optim.to_torch_state_dict(optimizer)
@@ -289,8 +301,6 @@ def _converted(
             new = optimizer.state_dict()
     except ValueError as error:
         raise Refused(f"{found.where} cannot be converted to {to}: {error}") from None
-    params = (p for group in optimizer.param_groups for p in group["params"])
-    states = [state for p in params if (state := optimizer.state.get(p))]
     was, count = library(found.state_dict), plural(len(states), "parameter")
     lines = [f"{found.where}: {name} of {was} to {to}, {count} with state"]
     lines += [str(warning.message) for warning in caught]

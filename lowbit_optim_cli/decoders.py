@@ -232,7 +232,10 @@ def _gpt_neox(config: Config) -> Named:
 
 
 KNOWN = {
-    "GPT2LMHeadModel": Known("gpt2", _gpt2, GPT2, {"n_inner": None, "tie_word_embeddings": True}),
+    "GPT2LMHeadModel": Known(
+        "gpt2", _gpt2, GPT2,
+        {"n_inner": None, "tie_word_embeddings": True, "add_cross_attention": False},
+    ),
     "GPTNeoXForCausalLM": Known(
         "gpt_neox", _gpt_neox, BODY, {"attention_bias": True, "tie_word_embeddings": False}
     ),

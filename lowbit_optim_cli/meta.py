@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
+from torch.nn.parameter import is_lazy
 
 from lowbit_optim._groups import EMBEDDINGS, parameters_of
 
@@ -85,6 +86,9 @@ def _of_module(
         model = build()
     if not isinstance(model, nn.Module):
         raise Refused(f"{text} must return a torch.nn.Module; it returned {_kind(model)}")
+    for name, p in (*model.named_parameters(), *model.named_buffers()):
+        if is_lazy(p):
+            raise Refused(f"{text} has {name!r}, whose shape a first forward pass decides")
     embeddings, weights = parameters_of(model, EMBEDDINGS), []
     for name, p in model.named_parameters():
         if p.dtype not in DTYPES:

@@ -11,6 +11,7 @@ import torch
 import lowbit_optim
 from lowbit_optim_kernels import dispatch, formats
 from lowbit_optim_kernels.engines import registry, request
+from lowbit_optim_kernels.rules import gives
 from protocol import identical, train
 
 DOCS = Path(__file__).resolve().parent.parent / "docs"
@@ -165,3 +166,12 @@ def test_an_optimizer_is_added_by_its_own_files(follow, engine, device, bits):
         assert off.double().mean() <= (0.0 if bits == 32 else 0.05), "a sign may turn near zero"
     assert "momentum: decay of the momentum. Default 0.9." in cls.__doc__
     assert "maximize: ascend" in cls.__doc__
+
+
+def test_a_rules_function_reads_nothing_of_a_function_around_it():
+    factor = 0.5
+    with pytest.raises(ValueError, match="'prepare' reads factor of a function around it"):
+
+        @gives("shrink", "rate")
+        def prepare(lr):
+            return 1.0, factor * lr

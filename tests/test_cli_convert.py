@@ -90,11 +90,38 @@ def test_another_format_changes_nothing_else(tmp_path):
         assert now["exp_avg_and_sq"].dtype == torch.uint8
 
 
+def test_a_residual_may_be_all_that_is_kept(tmp_path):
+    params = parameters(torch.bfloat16)
+    optimizer = stepped(lowbit_optim.SGD, "", params, master_weight_bits=24)
+    assert optimizer.state[params[0]].keys() == {"step", "master_residual"}
+    same = converted(saved(tmp_path / "run.pt", optimizer), tmp_path / "same.pt", "--to", "lowbit")
+    assert_equal(same, optimizer.state_dict())
+
+
 @pytest.mark.parametrize("family", ["AdamW", "LARS"])
 def test_an_overridden_parameter_keeps_its_format(tmp_path, family, manager):
     params = parameters()
     manager.override_config(params[0], "optim_bits", 32)
     optimizer = stepped(getattr(lowbit_optim, f"{family}8bit"), family, params)
+    same = converted(saved(tmp_path / "run.pt", optimizer), tmp_path / "same.pt", "--to", "lowbit")
+    assert_equal(same, optimizer.state_dict())
+
+
+@pytest.mark.parametrize("overridden", [False, True])
+def test_a_small_parameter_keeps_its_variance(tmp_path, overridden, manager):
+    """Which is a mean square in 32 bits that an override has asked for."""
+    params = parameters()
+    if overridden:
+        manager.override_config(params[2], "optim_bits", 32)
+    optimizer = stepped(lowbit_optim.RMSprop8bit, "RMSprop", params, centered=True)
+    assert ("square_avg" in optimizer.state[params[2]]) == overridden
+    same = converted(saved(tmp_path / "run.pt", optimizer), tmp_path / "same.pt", "--to", "lowbit")
+    assert_equal(same, optimizer.state_dict())
+
+
+@pytest.mark.parametrize("family", ["ScheduleFreeAdamW", "Cain"])
+def test_what_is_beside_codes_stays_in_fp64(tmp_path, family):
+    optimizer = stepped(getattr(lowbit_optim, f"{family}8bit"), family, parameters(torch.float64))
     same = converted(saved(tmp_path / "run.pt", optimizer), tmp_path / "same.pt", "--to", "lowbit")
     assert_equal(same, optimizer.state_dict())
 
@@ -111,6 +138,15 @@ def test_embeddings_in_32_bits_come_to_other_libraries_as_they_are(tmp_path, man
     assert_equal(back["state"][0], optimizer.state_dict()["state"][0])
     plain = converted(run, tmp_path / "torch.pt", "--to", "torch")
     assert_equal(plain, lowbit_optim.to_torch_state_dict(optimizer))
+
+
+def test_a_sum_whose_shape_nobody_knows_is_refused(tmp_path):
+    """torch.optim.Adagrad has a state of every parameter, and would load any shape of it."""
+    params = parameters()
+    params[2].grad = None
+    run = saved(tmp_path / "run.pt", stepped(lowbit_optim.Adagrad8bit, "Adagrad", params))
+    said = refused("convert", run, tmp_path / "new.pt", "--to", "torch")
+    assert "has parameters without state, which torch.optim.Adagrad has from the start" in said
 
 
 @pytest.mark.filterwarnings("ignore:.*(single process|no_dist)")

@@ -306,6 +306,7 @@ def test_a_function_builds_a_model_on_the_meta_device(module):
         ("def build(a): ...", "raised TypeError"),
         ("", "has no 'build'"),
         ("def build(): return nn.Linear(2, 2, dtype=torch.complex64)", "torch.complex64"),
+        ("def build(): return nn.LazyLinear(2)", "has 'weight', whose shape a first forward"),
         (
             "def build(): return nn.ModuleList(nn.Linear(1, 1) for _ in range(10**9))",
             "more than 1,000 parameters",

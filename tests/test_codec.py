@@ -211,6 +211,10 @@ def test_what_cannot_be_coded_is_refused():
     with pytest.raises((TypeError, ValueError)):
         quantize_blockwise(torch.ones(3, dtype=torch.int32))
     codes, absmax = quantize_blockwise(torch.ones(300))
+    with pytest.raises(TypeError, match=r"x must be a dense tensor, got torch\.sparse_coo"):
+        quantize_blockwise(torch.ones(3).to_sparse())
+    with pytest.raises(TypeError, match=r"codes must be a dense tensor, got torch\.sparse_coo"):
+        dequantize_blockwise(codes.to_sparse(), absmax)
     with pytest.raises(ValueError, match="absmax"):
         dequantize_blockwise(codes, absmax[:1])
     with pytest.raises((TypeError, ValueError), match="codes"):

@@ -204,6 +204,7 @@ def test_torch_has_fewer(name):
         ("RMSprop", {"centered": True}),
         ("RMSprop", {"momentum": 0.5}),
         ("Adagrad", {"lr_decay": 0.5}),
+        ("Adagrad", {"initial_accumulator_value": 0.5}),
         ("AdEMAMix", {"max_unorm": 0.5}),
         ("Lion", {"cautious": True}),
         ("AdEMAMix", {"percentile_clipping": 5}),

@@ -53,6 +53,8 @@ BAD = [
     (at("qmap1", lambda x: x.flip(0)), "'qmap1' must be finite numbers in ascending order"),
     (at("qmap2", lambda x: put(x, 3, float("nan"))), "'qmap2' must be finite numbers"),
     (at("qmap2", lambda x: put(x, 0, -1.0)), "'state2' has codes of negative numbers"),
+    (at("absmax1", lambda x: x.to("meta")), "'absmax1' is a tensor on the meta device"),
+    (at("qmap2", lambda x: x.to("meta")), "'qmap2' is a tensor on the meta device"),
     (at("gnorm_vec", torch.ones(3)), "'gnorm_vec' must have shape"),
 ]
 

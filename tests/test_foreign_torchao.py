@@ -103,6 +103,7 @@ def cut(attribute, change):
         ("AdamW8bit", cut("scale", lambda x: x * torch.inf), "'exp_avg.scale' .* not finite"),
         ("AdamW8bit", cut("scale", lambda x: x[:7]), r"'exp_avg.scale' has shape \(7,\).* 4096"),
         ("AdamW8bit", cut("scale", lambda x: x[:0]), r"'exp_avg.scale' has shape \(0,\)"),
+        ("AdamW8bit", cut("scale", lambda x: x.to("meta")), "'exp_avg.scale' is .* meta device"),
         ("AdamW8bit", cut("codes", lambda x: x[:3]), r"'exp_avg.codes' has shape \(3, 256\)"),
         ("AdamW8bit", cut("codes", lambda x: x.short()), "'exp_avg.codes' must be .*uint8"),
         ("AdamW8bit", cut("qmap", lambda x: x[:9]), "'exp_avg.qmap' must be a tensor of 256"),

@@ -159,7 +159,7 @@ def test_a_step_refuses_what_a_load_refuses(case, name, value):
 def test_a_rate_that_is_not_finite_is_refused_in_every_step(value):
     optimizer = train(ADAMW([{"params": parameters()}, {"params": parameters(seed=2)}]), 2)
     optimizer.param_groups[1]["lr"] = value
-    assert refused_by_a_step(optimizer, "lr")
+    assert refused_by_a_step(optimizer, "lr must be finite; got")
     assert refused_by_a_step(optimizer, "lr")
     optimizer.param_groups[1]["lr"] = 0.1
     train(optimizer, 1)

@@ -29,7 +29,7 @@ from lowbit_optim_kernels.rules.rmsprop import MEAN_SQUARE
 from lowbit_optim_kernels.rules.sgd import MOMENTUM as SGD
 
 from .._checks import is_number
-from .._saved import missing, require_scales, require_shape
+from .._saved import missing, require_scales, require_shape, require_values
 from .._settings import as_number
 from .coded import Coded, check_book
 from .library import Library
@@ -156,6 +156,7 @@ class BitsAndBytes(Library):
     ) -> tuple[dict[str, Any], bool]:
         """Its moments under our keys, with `step` and `gnorm_vec`."""
         flat = _flat(saved)
+        require_values(flat, p)
         its = FAMILIES[family]
         _check_states(flat, family, its)
         state = {key: x for key, x in flat.items() if key not in (*TENSORS, *TEMPORARY)}

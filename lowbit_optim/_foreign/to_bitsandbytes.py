@@ -84,6 +84,8 @@ def _settings(its: Family, group: Group) -> dict[str, Any]:
         required = {key: x for key, x in required.items() if key not in OF_DECAY}
     if not its.by_constructor:
         required.update(NOT_BY_CONSTRUCTOR)
+    if not all(member.state for member in group.members):  # its Adagrad begins at zero
+        required["initial_accumulator_value"] = 0.0
     group.require(required, "bitsandbytes")
     unused = {"betas": (0.0, 0.0), "eps": 0.0, "alpha": 0.0, "t_alpha": None, "t_beta3": None}
     theirs: dict[str, Any] = {**unused, **{key: ours[key] for key in its.settings}}

@@ -17,7 +17,7 @@ from torch import Tensor
 from lowbit_optim_kernels.rules import Moment
 from lowbit_optim_kernels.rules.adam import AMSGRAD
 
-from .._saved import require_dense, require_scales, require_shape
+from .._saved import require_dense, require_scales, require_shape, require_values
 from .coded import Coded, check_book
 from .library import Library
 
@@ -38,8 +38,9 @@ class TorchAO(Library):
     def group(self, saved: Mapping[str, Any], family: str) -> dict[str, Any]:
         """Its settings are ours; its `lr` is always a tensor, and a number here."""
         lr = saved.get("lr")
-        number = {"lr": lr.item()} if isinstance(lr, Tensor) and lr.numel() == 1 else {}
-        return {**saved, **number}
+        if isinstance(lr, Tensor) and lr.numel() == 1 and not lr.is_meta:
+            return {**saved, "lr": lr.item()}
+        return dict(saved)
 
     def state(
         self, saved: Mapping[str, Any], p: Tensor, family: str
@@ -67,6 +68,7 @@ def _read(value: Any, moment: Moment, p: Tensor) -> tuple[dict[str, Tensor], boo
     """A moment as state dicts of ours have it, and whether that is bit for bit."""
     key, numel = moment.key, p.numel()
     codes, scale, book = value.codes.detach(), value.scale.detach(), getattr(value, "qmap", None)
+    require_values({f"{key}.codes": codes, f"{key}.scale": scale, f"{key}.qmap": book}, p)
     require_shape(repr(key), value, p.shape)
     require_scales(f"{key}.scale", scale)
     if scale.ndim != 1 or scale.numel() == 0 or numel % scale.numel():

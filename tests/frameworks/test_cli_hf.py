@@ -145,6 +145,7 @@ def test_classes_that_are_written_down_are_those_of_transformers():
 @pytest.mark.parametrize(
     "config",
     [
+        {**CONFIGS["GPT-2 small"], "add_cross_attention": True},
         {**ENCODER, **BERT, "architectures": ["BertForMaskedLM"], "is_decoder": True},
         {**DISTILBERT, "architectures": ["DistilBertForMaskedLM"], "sinusoidal_pos_embds": True},
         {**ENCODER, "model_type": "gpt_neox", "architectures": ["GPTNeoXForCausalLM"],

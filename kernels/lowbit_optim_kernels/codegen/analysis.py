@@ -119,14 +119,18 @@ def functions_source(
         literal: wrap float literals in a call of this name, so that they do not widen fp32.
 
     Raises:
-        ValueError: for two functions of one name.
+        ValueError: for two functions, or two numbers, of one name.
     """
     done: dict[str, str] = {}
-    known: dict[str, RuleFunction] = {}
+    known: dict[str, Any] = {}
+
+    def know(name: str, value: Any) -> None:
+        if known.setdefault(name, value) != value:
+            kind = "functions" if callable(value) else "numbers"
+            raise ValueError(f"a rule has two {kind} {name!r}; rename one of them")
 
     def add(fn: RuleFunction) -> None:
-        if known.setdefault(fn.__name__, fn) is not fn:
-            raise ValueError(f"a rule has two functions {fn.__name__!r}; rename one of them")
+        know(fn.__name__, fn)
         if fn.__name__ in done:
             return
         used = {name: fn.__globals__[name] for name in _globals_used(fn)}
@@ -134,6 +138,7 @@ def functions_source(
             if callable(value):
                 add(value)
             else:
+                know(name, value)
                 number = ast.unparse(ast.Constant(value))  # infinity too, as 1e309
                 wrapped = f"{literal}({number})" if literal else number
                 done[name] = f"{name} = {wrapped}\n"

@@ -65,9 +65,19 @@ Chain = tuple[RuleFunction, ...]
 
 
 def gives(*names: str) -> Callable[[Any], RuleFunction]:
-    """Declare the names of the values that a rule function returns, in order."""
+    """Declare the names of the values that a rule function returns, in order.
+
+    Raises:
+        ValueError: for a function that reads a variable of a function around it: engines take its
+            code alone.
+    """
 
     def mark(fn: Any) -> RuleFunction:
+        if fn.__code__.co_freevars:
+            raise ValueError(
+                f"the rule function {fn.__name__!r} reads {', '.join(fn.__code__.co_freevars)} of "
+                "a function around it; it can read hyperparameters, and numbers of its module"
+            )
         fn.gives = names
         return fn
 
