@@ -266,6 +266,18 @@ def test_a_run_goes_on_bit_for_bit(engine, device):
             assert torch.equal(p, q)
 
 
+@pytest.mark.parametrize("after", [None, 16, 24, 32])
+@pytest.mark.parametrize("before", [24, 32])
+def test_master_weights_before_the_step_that_takes_new_bits(before, after):
+    p = bf16_parameters("cpu")[0]
+    optimizer = train(lowbit_optim.AdamW8bit([p], master_weight_bits=before), 2)
+    want = next(w for _, w in master_weights(optimizer))
+    optimizer.param_groups[0]["master_weight_bits"] = after
+    got = next(w for _, w in master_weights(optimizer))
+    error = 2.0 ** -(15 if after in (24, 32) else 8)
+    assert ((got - want).abs() <= error * want.abs()).all()
+
+
 def test_a_bad_residual_is_refused():
     saved = train(lowbit_optim.AdamW8bit(bf16_parameters("cpu"), master_weight_bits=24), 1)
     saved = saved.state_dict()
