@@ -102,10 +102,14 @@ class LoadsState(KeepsState):
         errors: list[ValueError] = []
         name = type(self).__name__
         for where, p, group, saved_group, saved in found:
-            ((_, part),) = self._overridden({**resolved(group), "params": [p]})
+            settings = resolved(group)
+            ((_, part),) = self._overridden({**settings, "params": [p]})
             try:
                 with _checkpoint.refusing(f"state_dict does not fit {name}: {where}"):
-                    _saved.require_uncast(saved, p, self._moments(part), saved_group)
+                    moments, residual = self._moments(part), self._weights(p, part).residual
+                    if part["master_weight_bits"] != settings["master_weight_bits"]:
+                        residual = None
+                    _saved.require_uncast(saved, p, moments, saved_group, residual)
                     state[p] = self._state_from(saved, p, part)
             except ValueError as error:
                 errors.append(error)  # other ranks may go on to where all are needed

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from lowbit_optim_kernels.formats import compute_dtype
-from lowbit_optim_kernels.weights import RESIDUAL_KEY, as_integers, split
+from lowbit_optim_kernels.weights import RESIDUAL_KEY, as_integers, converted, split
 
 from . import _checks, _sharding
 from ._optimizer import LowBitOptimizer, require_own
@@ -78,10 +78,12 @@ def load_master_weights(
 
 def weight_of(optimizer: LowBitOptimizer, p: Tensor, group: Mapping[str, Any]) -> Tensor:
     """A parameter's weight with all bits that are kept; of an fp32 parameter its own memory."""
-    residual = optimizer.state.get(p, {}).get(RESIDUAL_KEY)  # None before the first step
-    if residual is not None:
-        residual = as_integers(_sharding.shard_of(residual, p))
     local, kept_as = _sharding.local(p).detach(), optimizer._weights(p, group)
+    residual = optimizer.state.get(p, {}).get(RESIDUAL_KEY)  # None before the first step
+    if kept_as.residual is None:  # of bits that the next step drops
+        residual = None
+    elif residual is not None:
+        residual = converted(as_integers(_sharding.shard_of(residual, p)), kept_as.residual)
     return _sharding.spread(kept_as.read(local, residual, compute_dtype(p)), p)
 
 

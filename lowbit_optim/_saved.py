@@ -166,8 +166,9 @@ def require_scales(key: str, value: Any) -> None:
 
 
 def require_uncast(
-    saved: Mapping[str, Any], p: Tensor, moments: Moments, group: Mapping[str, Any]
-) -> None:
+    saved: Mapping[str, Any], p: Tensor, moments: Moments, group: Mapping[str, Any],
+    residual_dtype: torch.dtype | None,
+) -> None:  # fmt: skip
     """Refuse codes that have been cast to numbers, which nothing can make moments of again.
 
     torch.distributed.checkpoint reads into the tensors of the optimizer at hand and casts what it
@@ -180,6 +181,8 @@ def require_uncast(
         p: the parameter.
         moments: those of the optimizer that loads it.
         group: the parameter's group in the same state dict.
+        residual_dtype: of residuals of the optimizer that loads it, which they would be cast to;
+            None where an override decides it, as it may have when the state was saved.
     """
     name, least = group.get("state_format"), group.get("min_8bit_size", 0)
     if name is None:
@@ -194,7 +197,7 @@ def require_uncast(
     if not isinstance(residual, Tensor) or p.dtype != torch.bfloat16 or bits not in WEIGHTS:
         return
     wanted, got = WEIGHTS[bits].residual, as_integers(_sharding.local(residual)).dtype
-    if wanted not in (None, got) and got in (torch.int8, torch.int16):
+    if wanted not in (None, got) and got == residual_dtype:
         raise ValueError(
             f"{RESIDUAL_KEY!r} is {got} and was saved with master_weight_bits={bits}, which is "
             f"{wanted}; {_CAST}"

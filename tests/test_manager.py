@@ -205,6 +205,19 @@ def test_a_checkpoint_resumes_bit_for_bit(manager):
     assert resumed.param_groups[0]["lr"] == 0.1
 
 
+def test_a_residual_of_other_bits_than_the_groups_is_loaded(manager):
+    """The group says what a state was saved with, but not what was overridden then."""
+    for group_bits, bits in ((32, 24), (24, 32)):
+        p = torch.nn.Parameter(torch.randn(300).bfloat16())
+        resumed = torch.nn.Parameter(p.detach().clone())
+        manager.override_config([p, resumed], "master_weight_bits", bits)
+        options = {"master_weight_bits": group_bits}
+        first, second = (lowbit_optim.AdamW8bit([x], **options) for x in (p, resumed))
+        train(first, 1)
+        second.load_state_dict(first.state_dict())
+        assert identical(second.state[resumed], first.state[p])
+
+
 def test_one_moment_of_whole_numbers_in_32_bits_is_loaded(manager):
     """As gradients of whole numbers leave it; codes that were cast are whole in all moments."""
     model = two_layers()

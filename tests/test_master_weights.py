@@ -266,6 +266,35 @@ def test_a_run_goes_on_bit_for_bit(engine, device):
             assert torch.equal(p, q)
 
 
+@pytest.mark.parametrize("after", [None, 16, 24, 32])
+@pytest.mark.parametrize("before", [24, 32])
+def test_master_weights_before_the_step_that_takes_new_bits(before, after):
+    p = bf16_parameters("cpu")[0]
+    optimizer = train(lowbit_optim.AdamW8bit([p], master_weight_bits=before), 2)
+    want = next(w for _, w in master_weights(optimizer))
+    optimizer.param_groups[0]["master_weight_bits"] = after
+    got = next(w for _, w in master_weights(optimizer))
+    error = 2.0 ** -(15 if after in (24, 32) else 8)
+    assert ((got - want).abs() <= error * want.abs()).all()
+
+
+@pytest.mark.parametrize(("before", "after"), [(24, 32), (32, 24)])
+def test_a_residual_of_a_parameter_that_waits_for_new_bits_is_loaded(before, after):
+    """One without a gradient since its group's bits were changed keeps the residual it had."""
+    p = bf16_parameters("cpu")[0]
+    optimizer = train(lowbit_optim.AdamW8bit([p], master_weight_bits=before), 2)
+    optimizer.param_groups[0]["master_weight_bits"] = after
+    resumed = lowbit_optim.AdamW8bit([torch.nn.Parameter(p.detach())], master_weight_bits=after)
+    resumed.load_state_dict(optimizer.state_dict())
+    want, got = (next(w for _, w in master_weights(o)) for o in (optimizer, resumed))
+    assert ((got - want).abs() <= 2.0**-15 * want.abs()).all()
+    cast = optimizer.state_dict()  # as torch.distributed.checkpoint does, to the dtype of `resumed`
+    cast["state"][0][KEY] = cast["state"][0][KEY].to(weights.OF_BITS[after].residual)
+    cast["param_groups"][0]["master_weight_bits"] = before
+    with pytest.raises(ValueError, match=f"was saved with master_weight_bits={before}"):
+        resumed.load_state_dict(cast)
+
+
 def test_a_bad_residual_is_refused():
     saved = train(lowbit_optim.AdamW8bit(bf16_parameters("cpu"), master_weight_bits=24), 1)
     saved = saved.state_dict()
