@@ -144,11 +144,11 @@ def damage(folder, suffix, how):
 
 
 def exchange(folder):
-    """Exchange two files of compiled code: each is whole, neither is what its name says."""
-    one, other = sorted(Path(folder).glob("*.code"))[:2]
-    a, b = one.read_bytes(), other.read_bytes()
-    one.write_bytes(b)
-    other.write_bytes(a)
+    """Exchange the files of compiled code: each is whole, none is what its name says."""
+    files = sorted(Path(folder).glob("*.code"))
+    contents = [path.read_bytes() for path in files]
+    for path, content in zip(files, [*contents[1:], contents[0]], strict=True):
+        path.write_bytes(content)
 
 
 # Processes that are killed.

@@ -195,7 +195,7 @@ print(json.dumps([[len(r["misses"]), r["warnings"]] for r in results]))
 """
     if not hasattr(os, "mkfifo"):
         pytest.skip("needs FIFOs")
-    assert steps(script) == [[2, []], [0, []]] * 3
+    assert steps(script) == [[3, []], [0, []]] * 3
 
 
 def test_files_left_behind_by_killed_processes_are_removed(tmp_path, monkeypatch):
