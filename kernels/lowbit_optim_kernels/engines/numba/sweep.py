@@ -46,7 +46,7 @@ JOB_BYTES, OWN_TICKETS = 8 * JOB, 128
 TICKETS, THREADS, EACH, COUNT = 8, 16, 24, 32  # bytes of a row
 CHUNKS, PARTIAL, SHARE, TERMS, SUMS, COMBINE = 56, 80, 88, 96, 104, 112
 COMBINING, COMBINED = 8, 16  # bytes of its tickets
-PAUSES = 1 << 12  # some 100 us; a piece takes less, if nobody keeps its thread from a core
+PAUSES = 1 << 12  # some 100 us; a chunk takes a tenth, if nobody keeps its thread from a core
 
 
 @inner
@@ -93,9 +93,10 @@ def do_again(row):
 @inner
 def end_reduction(row):
     """Wait for the pieces that others have, or do them again."""
+    chunks = 1 + read_i64(row + COUNT) // (read_i64(row + THREADS) * read_i64(row + EACH))
     pauses = 0
     while not_done(row) > 0:
-        if pauses == PAUSES:
+        if pauses == PAUSES * chunks:
             do_again(row)
         else:
             pauses += 1
