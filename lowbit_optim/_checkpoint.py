@@ -160,6 +160,7 @@ def merged_groups(optimizer: Optimizer, state_dict: Mapping[str, Any]) -> list[d
 
     What else a group has is the file's alone, as in torch: an `initial_lr` that stayed would be the
     base of schedulers made later. A run of an earlier version goes on as it was, without dither.
+    How another optimizer takes its steps is not how this one does.
     """
     groups, name = optimizer.param_groups, type(optimizer).__name__
     saved = state_dict["param_groups"]
@@ -178,7 +179,8 @@ def merged_groups(optimizer: Optimizer, state_dict: Mapping[str, Any]) -> list[d
             )
         kept = {key: group[key] for key in ("params", *STORAGE_SETTINGS) if key in group}
         own = {key: group[key] for key in (*optimizer.defaults, "param_names") if key in group}
-        settings = {key: copied(value) for key, value in old.items()}
+        ignored = () if head is not None else ("foreach", "fused")
+        settings = {key: copied(value) for key, value in old.items() if key not in ignored}
         merged.append({**own, **lacking, **settings, **kept})
     return merged
 

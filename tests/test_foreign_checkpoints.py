@@ -213,3 +213,19 @@ def test_nothing_is_shared_with_the_file():
         p.grad = torch.ones_like(p)
     optimizer.step()
     assert identical(saved, kept)
+
+
+@pytest.mark.parametrize("how", [{"fused": True}, {"foreach": True}])
+def test_how_torch_took_its_steps_is_not_taken_over(how):
+    """A Trainer's `adamw_torch_fused` could not resume where no engine compiles."""
+    params = [torch.nn.Parameter(torch.ones(5, 5))]
+    params[0].grad = torch.ones(5, 5)
+    old = torch.optim.AdamW(params, lr=0.5, **how)
+    old.step()
+    with lowbit_optim.use_engine("torch"):
+        optimizer = lowbit_optim.AdamW8bit(params)
+        optimizer.load_state_dict(old.state_dict())
+        optimizer.step()
+    (group,) = optimizer.param_groups
+    assert (group["lr"], group["fused"], group["foreach"]) == (0.5, None, None)
+    assert int(optimizer.state[params[0]]["step"]) == 2
