@@ -90,7 +90,8 @@ def _of_config(path: Path, dtype: str | None, build: bool) -> Model:
     if not isinstance(config, dict) or not isinstance(config.get("model_type"), str):
         raise Refused(f"{path} has no 'model_type'; it is not a configuration of transformers")
     _check_sizes(path, config)
-    own = dtype or TORCH_DTYPES.get(str(config.get("dtype") or config.get("torch_dtype")), "fp32")
+    said = str(config.get("dtype") or config.get("torch_dtype") or "float32").removeprefix("torch.")
+    own = dtype or TORCH_DTYPES.get(said, "fp32")
     weights = None if build else known_weights(KNOWN, config, own)
     if weights is not None:
         model = Model(str(path), weights, config=config)
@@ -98,10 +99,14 @@ def _of_config(path: Path, dtype: str | None, build: bool) -> Model:
         from . import meta
 
         model = meta.of_config(path, config, own)
+    notes = []
     if config.get("quantization_config"):
-        note = f"The configuration's quantization is left out: all weights are trained, in {own}"
-        model = replace(model, notes=(note, *model.notes))
-    return model
+        notes.append(f"Its quantization is left out: all weights are trained, in {own}")
+    if dtype is None and said not in TORCH_DTYPES:
+        notes.append(
+            f"Its dtype {said!r} is not one of those that are trained here: {own} is taken"
+        )
+    return replace(model, notes=(*notes, *model.notes))
 
 
 def _check_sizes(path: Path, config: dict[str, Any]) -> None:

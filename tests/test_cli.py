@@ -17,7 +17,7 @@ pytest.importorskip("rich")
 from typer import testing
 
 import lowbit_optim_cli
-from lowbit_optim_cli import comparison
+from lowbit_optim_cli import comparison, models
 from lowbit_optim_cli.app import app
 from test_cli_estimate import ENV, ROOT, refused, run
 
@@ -210,3 +210,25 @@ def test_the_page_names_every_option():
                 for option in re.findall(r"--[a-z][-a-z0-9]+", said)
                 if option != "--help"
             )
+
+
+@pytest.mark.parametrize(
+    ("said", "dtype", "noted"),
+    [
+        ("torch.bfloat16", "bf16", False),
+        ("auto", "fp32", True),
+        ("float8_e4m3fn", "fp32", True),
+        (None, "fp32", False),
+    ],
+)
+def test_the_dtype_of_a_configuration(said, dtype, noted, tmp_path):
+    config = {
+        "model_type": "gpt2", "architectures": ["GPT2LMHeadModel"], "n_embd": 64, "n_layer": 1,
+        "n_positions": 16, "vocab_size": 100, "dtype": said,
+    }  # fmt: skip
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(config))
+    model = models.read_model(str(path))
+    assert {weight.dtype for weight in model.weights} == {dtype}
+    assert any(repr(said) in note for note in model.notes) == noted
+    assert not models.read_model(str(path), "fp16").notes
