@@ -21,7 +21,7 @@ from .sweep import JOB, ROW
 KIND = {torch.float32: "f32", torch.bfloat16: "bf16", torch.float16: "f16"}
 CHUNK = 1 << 14  # elements, in whole blocks
 ALONE = 1 << 16  # elements; so few are not worth waking a thread for
-WINDOW = 1 << 18  # elements, for each thread: the bytes of its share of a cache
+WINDOW = 1 << 18  # elements for each thread: 2 MiB of a cache, for parameters and gradients in fp32
 
 
 def threads_for(elements: int, threads: int) -> int:
