@@ -117,12 +117,27 @@ def test_a_rules_numbers_have_names_of_their_own():
         functions_source([limited, elsewhere], "@kept")
 
 
+def test_a_rule_may_call_a_function_by_another_name():
+    """As `from elsewhere import limited as capped` has it."""
+    text = functions_source([twice_capped], "@kept")
+    bound = {"kept": lambda fn: fn, "minimum": min}
+    exec(text, bound)
+    assert bound["twice_capped_of_rule"](3.0) == 6.0
+
+
 LIMIT = float("inf")
 
 
 @gives("u")
 def limited(g):
     return minimum(g, LIMIT)  # noqa: F821 (the test binds it)
+
+
+capped = limited
+
+
+def twice_capped(x):
+    return 2.0 * capped(x)
 
 
 def one_step(engine, rule, format, hyper, shape=(3, 300)):

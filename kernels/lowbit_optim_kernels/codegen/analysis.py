@@ -8,7 +8,7 @@ from __future__ import annotations
 import ast
 import inspect
 import textwrap
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from functools import cache
 from typing import Any, TypeGuard
 
@@ -41,7 +41,7 @@ def inputs(chain: Chain) -> set[str]:
 class _Plain(ast.NodeTransformer):
     """Drop docstrings, decorators and annotations; rename functions, and wrap numbers if asked."""
 
-    def __init__(self, literal: str | None, renamed: set[str]) -> None:
+    def __init__(self, literal: str | None, renamed: Mapping[str, str]) -> None:
         self.literal, self.renamed = literal, renamed
 
     def visit_FunctionDef(self, node: ast.FunctionDef) -> ast.FunctionDef:
@@ -55,8 +55,7 @@ class _Plain(ast.NodeTransformer):
         return node
 
     def visit_Name(self, node: ast.Name) -> ast.Name:
-        if node.id in self.renamed:
-            node.id += SUFFIX
+        node.id = self.renamed.get(node.id, node.id)
         return node
 
     def visit_Constant(self, node: ast.Constant) -> ast.expr:
@@ -143,7 +142,8 @@ def functions_source(
                 wrapped = f"{literal}({number})" if literal else number
                 done[name] = f"{name} = {wrapped}\n"
         tree = ast.parse(textwrap.dedent(inspect.getsource(fn)))
-        plain = _Plain(literal, {name for name, value in used.items() if callable(value)})
+        renamed = {name: name_of(value) for name, value in used.items() if callable(value)}
+        plain = _Plain(literal, renamed)
         text = ast.unparse(ast.fix_missing_locations(plain.visit(tree)))
         done[fn.__name__] = f"{decorator}\n{text}\n"
 
