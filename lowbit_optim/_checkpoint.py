@@ -165,6 +165,7 @@ def merged_groups(optimizer: Optimizer, state_dict: Mapping[str, Any]) -> list[d
     groups, name = optimizer.param_groups, type(optimizer).__name__
     saved = state_dict["param_groups"]
     head = state_dict.get(KEY)
+    ignored = ("foreach", "fused") if head is None else ()
     lacking = {"dither": False} if head is not None and head["format_version"] == 1 else {}
     if len(saved) != len(groups):
         raise ValueError(
@@ -179,7 +180,6 @@ def merged_groups(optimizer: Optimizer, state_dict: Mapping[str, Any]) -> list[d
             )
         kept = {key: group[key] for key in ("params", *STORAGE_SETTINGS) if key in group}
         own = {key: group[key] for key in (*optimizer.defaults, "param_names") if key in group}
-        ignored = () if head is not None else ("foreach", "fused")
         settings = {key: copied(value) for key, value in old.items() if key not in ignored}
         merged.append({**own, **lacking, **settings, **kept})
     return merged

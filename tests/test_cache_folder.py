@@ -309,7 +309,8 @@ assert float(optimizer.state[p]["step"]) == 2.0
 generated = [m for n, m in sys.modules.items() if n.startswith("lowbit_optim_generated")]
 assert generated
 for module in generated:
-    assert "lowbit_optim_kernels" in inspect.getsource(module)
+    text = inspect.getsource(module)
+    assert ("def " in text) != text.endswith("sweep import sweep")
 q = torch.nn.Parameter(torch.ones(5000))
 q.grad = torch.ones(5000)
 reference = lowbit_optim.AdamW8bit([q], lr=0.1)

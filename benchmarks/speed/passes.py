@@ -24,10 +24,11 @@ from benchmarks.static import traffic
 from lowbit_optim_kernels.engines.numba import threads as numba_threads
 from lowbit_optim_kernels.engines.numba import vector
 from lowbit_optim_kernels.engines.numba.cache import CFunction
+from lowbit_optim_kernels.engines.numba.sweep import JOB
 
 LARGE, SMALL = 1 << 24, 64 * 256  # elements
 REPEATED = 64
-COUNT, WORK = 4, slice(5, 11)  # words of a job
+COUNT, WORK = 4, slice(5, JOB)  # words of a job
 CHUNKS, PARTIAL = 2, 5  # of its work: addresses of its chunks and of its partial sums
 
 

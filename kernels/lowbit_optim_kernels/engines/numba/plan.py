@@ -37,9 +37,6 @@ class Bucket:
     chunks: np.ndarray  # int64 (chunks, 3): tensor, first block, blocks
     sizes: list[int]  # elements of each slot
 
-    def __post_init__(self) -> None:
-        self.elements = sum(self.sizes)
-
     def chunk(self, c: int) -> int:
         """The address of a chunk's row."""
         return self.chunks.ctypes.data + self.chunks.strides[0] * c
@@ -96,7 +93,7 @@ class Sweep:
         windows = [(bucket, *window) for bucket in plan.buckets for window in bucket.windows(most)]
         begins = np.cumsum([0, *(chunks for _, _, chunks, _ in windows)])
         self.function = modules.sweep()
-        self.threads = threads_for(sum(bucket.elements for bucket in plan.buckets), threads)
+        self.threads = threads_for(sum(elements for *_, elements in windows), threads)
         self.partial = [np.empty((begins[-1], len(phase.sums))) for phase in phases]
         self.sums = [np.empty((len(plan.address), len(phase.sums))) for phase in phases]
         self.tensor = np.array([0, 0, *plan.tables, 0, 1], dtype=np.int64)

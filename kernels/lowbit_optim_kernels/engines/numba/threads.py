@@ -203,7 +203,7 @@ def run(share: CFunction, count: int, threads: int, work: list[int]) -> None:
     """
     threads = max(1, min(threads, count))
     openmp = _team(threads)
-    job = _Job(0 if openmp is None else openmp[1], threads, count, work)
+    job = _Job(thread_number(threads), threads, count, work)
     if threads == 1:
         share.ctypes(job.address)
     elif openmp is None:
