@@ -66,6 +66,22 @@ def test_windows_change_no_bit(name, dtypes, monkeypatch):
             assert identical(trained(name, dtypes), expected)
 
 
+def of_one_memory():
+    """The weights after steps of two groups whose parameters share memory."""
+    (p,) = parameters(shapes=[(70, 100)])
+    groups = [{"params": [torch.nn.Parameter(p.data)]} for _ in range(2)]
+    optimizer = lowbit_optim.LAMB8bit(groups, lr=0.1, trust_coefficient=1.0)
+    train(optimizer, 3)  # whose later steps go on with the first one's plans
+    return snapshot(optimizer)
+
+
+def test_norms_are_taken_before_another_group_writes_the_same_memory(monkeypatch):
+    with monkeypatch.context() as patch:
+        pass_by_pass(patch)
+        expected = of_one_memory()
+    assert identical(of_one_memory(), expected)
+
+
 @pytest.mark.parametrize("number", [1, 2, 5])
 def test_pieces_of_a_thread_that_does_not_come_back_are_done_again(number, monkeypatch):
     """The first of each owner, of every reduction."""

@@ -21,7 +21,7 @@ from .engines.registry import ENGINES, FALLBACK, Engine, default_engine
 from .engines.request import request
 from .formats import Unit
 from .formats.layout import Layout
-from .plan import Batch, Run
+from .plan import Batch, Run, note_order
 
 
 @dataclass(frozen=True)
@@ -171,6 +171,7 @@ def step(
             shards in place; None when every tensor is whole.
         ready: called when the engines have all that they need, before anything is written.
     """
+    note_order(batches)
     runs: list[Run] = [load_engine(batch.engine).start(batch) for batch in batches]
     if ready is not None:
         ready()

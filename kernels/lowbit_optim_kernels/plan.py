@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache, cached_property
 from typing import Any, Protocol
@@ -134,7 +134,8 @@ class Batch:
         gradient_addresses: the gradients', in a step that reuses the tables.
         aligned: whether vectors of a slot's elements can be read and written at once.
         key: all that the engine's tables depend on beside addresses.
-        turn: how many batches before it have parameters of the same memory.
+        turn: how many batches before it in its step plan have parameters of the same memory.
+        follows: whether any batch before it in the step has.
     """
 
     rule: Rule
@@ -153,6 +154,7 @@ class Batch:
     aligned: list[bool] = field(default_factory=list)
     key: tuple = ()
     turn: int = 0
+    follows: bool = False
 
     @property
     def place(self) -> tuple[torch.device, str, int]:
@@ -198,6 +200,17 @@ class Batch:
         self.reused, self.gradient_addresses = True, addresses
         for slot, g in zip(self.slots, gradients, strict=True):
             slot.g = g
+
+
+def note_order(batches: Sequence[Batch]) -> None:
+    """Note which batches of a step have parameters that an earlier one writes."""
+    if all(batch.reused for batch in batches):
+        return  # as it was noted when they were new
+    before: set[int] = set()
+    for batch in batches:
+        own = {row[P] for row in batch.addresses if row[P]}  # empty tensors have none
+        batch.follows = not before.isdisjoint(own)
+        before |= own
 
 
 class Run(Protocol):

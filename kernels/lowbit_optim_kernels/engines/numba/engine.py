@@ -35,7 +35,7 @@ class NumbaRun:
         self.plan.hyper[:] = [float(batch.hyper[name]) for name in hyper_names(batch.rule)]
         self.live = batch.found_inf is None or float(batch.found_inf) == 0.0
         # An earlier batch may write the parameters that a later one sums up before it does.
-        whole = not batch.shards and batch.turn == 0
+        whole = not batch.shards and not batch.follows
         self.sweep = self.plan.sweep(torch.get_num_threads(), whole)
         self.phases = len(self.sweep.parts) - 1
 
