@@ -61,11 +61,11 @@ def settings_of(arguments: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in arguments.items() if name not in NOT_SETTINGS}
 
 
-def documented(cls: T) -> T:
+def documented(cls: T, special: Mapping[str, str] | None = None) -> T:
     """Give a class's docstring an Args section with every argument, in the signature's order.
 
-    The docstring describes what is special to the class; other descriptions come from the nearest
-    base class that is `documented` and has them, or else from `COMMON`. Defaults come from the
+    The docstring or `special` describes what is special to the class; other descriptions come from
+    the nearest base class that is `documented` and has them, or else from `COMMON`. Defaults come from the
     signature, and `RAISES` is the section of a class that has none of its own.
 
     Raises:
@@ -74,7 +74,8 @@ def documented(cls: T) -> T:
     if sys.flags.optimize >= 2:  # Python has dropped the docstrings
         return cls
     head, own, tail = _sections(inspect.cleandoc(cls.__doc__ or ""))
-    described = {**(getattr(cls, "_described", None) or _sections(COMMON)[1]), **own}
+    inherited = getattr(cls, "_described", None) or _sections(COMMON)[1]
+    described = {**inherited, **(special or {}), **own}
     cls._described = described  # type: ignore[attr-defined]
     parameters = inspect.signature(cls).parameters
     entries = []
@@ -96,6 +97,7 @@ def constructor(
     defaults: Mapping[str, Any],
     without: Collection[str],
     construct: Callable[[Callable[..., None], dict, str], None],
+    special: Mapping[str, str],
 ) -> T:
     """Give a class a constructor with its base's arguments, each of which is described.
 
@@ -105,6 +107,7 @@ def constructor(
         without: arguments that it does not have.
         construct: is handed the base's `__init__`, the arguments that were given, by name, and the
             name of the optimizer's class, which may be derived from this one.
+        special: descriptions of arguments that mean something else than the base's.
     """
     fixed: Any = cls
     # Types, not their names: tools that build objects of a configuration look those up over here.
@@ -131,7 +134,7 @@ def constructor(
         parameter.name: parameter.annotation for parameter in parameters[1:]
     }
     fixed.__init__ = __init__
-    return documented(cls)
+    return documented(cls, special)
 
 
 def _sections(doc: str) -> tuple[str, dict[str, str], str]:

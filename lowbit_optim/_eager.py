@@ -129,7 +129,7 @@ class EagerOptimizer(LowBitOptimizer):
 
     def _validate(self, group: Mapping[str, Any]) -> None:
         super()._validate(group)
-        name = self.family
+        name = type(self).__name__
         for flag in ("foreach", "fused"):
             if group[flag]:
                 raise ValueError(
@@ -216,7 +216,7 @@ class EagerOptimizer(LowBitOptimizer):
         if p.numel() == 0:
             state["step"] += 1
             return
-        key = tensor_key(group["seed"], self._place(p)[0])
+        key = tensor_key(group["seed"], self._place(p).number)
         share = self._share(p, group)
         if share is None or not share.whole:
             self._step_tensor(_sharding.local(p), g, group, state, key)

@@ -5,18 +5,32 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from lowbit_optim_kernels.step_plan import same_objects
 
-from . import _checkpoint, _saved, _sharding
+from . import _checkpoint, _checks, _saved, _sharding
 from ._foreign.load import as_ours
 from ._keeps_state import KeepsState
 from ._manager import Overrides
-from ._settings import Settings, resolved
+from ._settings import PREVIOUS_NORM, Settings, as_number, resolved
+
+
+class Place(NamedTuple):
+    """Where a parameter is among those of an optimizer.
+
+    Attributes:
+        number: what `state_dict()` calls it.
+        group: its group's index.
+        position: in the group.
+    """
+
+    number: int
+    group: int
+    position: int
 
 
 @contextmanager
@@ -31,7 +45,7 @@ class LoadsState(KeepsState):
 
     _settings: Settings
     _overrides: Overrides
-    _places: dict[Tensor, tuple[int, int]]
+    _places: dict[Tensor, Place]
     _numbered: list[Tensor]
     _numbering: int
 
@@ -94,6 +108,8 @@ class LoadsState(KeepsState):
         for index, group in enumerate(groups):
             with _checkpoint.refusing(f"parameter group {index} of state_dict"):
                 self._check(resolved({**self.defaults, **group}))
+                norm = as_number(group.get(PREVIOUS_NORM, 0.0), wait=True)
+                _checks.number(PREVIOUS_NORM, norm, 0.0)
         return state_dict, groups
 
     def _states_from(self, found: list[_checkpoint.SavedState]) -> dict[Any, Any]:
@@ -127,17 +143,27 @@ class LoadsState(KeepsState):
             self._numbered, self._numbering = listed, self._numbering + 1
         return listed
 
-    def _place(self, p: Tensor) -> tuple[int, int]:
-        """What `state_dict()` calls a parameter, and its group's index."""
+    def _place(self, p: Tensor) -> Place:
+        """Where a parameter is; users may have changed the groups since it was last asked."""
         if not isinstance(p, Tensor):
             raise TypeError(f"a parameter must be a tensor; got {p!r}")
-        if p not in self._places:
-            listed = [(p, i) for i, group in enumerate(self.param_groups) for p in group["params"]]
+        if not self._is_at(p, self._places.get(p)):
+            listed = [
+                (one, i, k)
+                for i, group in enumerate(self.param_groups)
+                for k, one in enumerate(group["params"])
+            ]
             self._places = {}
-            for number, (one, index) in enumerate(listed):
-                self._places.setdefault(one, (number, index))
+            for number, (one, index, position) in enumerate(listed):
+                self._places.setdefault(one, Place(number, index, position))
         if p not in self._places:
             raise ValueError(
                 f"a parameter of shape {tuple(p.shape)} is not in this {type(self).__name__}"
             )
         return self._places[p]
+
+    def _is_at(self, p: Tensor, place: Place | None) -> bool:
+        if place is None or place.group >= len(self.param_groups):
+            return False
+        params = self.param_groups[place.group]["params"]
+        return place.position < len(params) and params[place.position] is p

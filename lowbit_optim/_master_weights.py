@@ -13,7 +13,7 @@ from lowbit_optim_kernels.weights import RESIDUAL_KEY, as_integers, converted, s
 
 from . import _checks, _sharding
 from ._optimizer import LowBitOptimizer, require_own
-from ._saved import require_shape
+from ._saved import require_dense, require_shape, require_values
 
 Name = str | int
 
@@ -38,8 +38,7 @@ def master_weights(optimizer: LowBitOptimizer) -> Iterator[tuple[Name, Tensor]]:
         >>> weights = dict(master_weights(optimizer))
     """
     require_own(optimizer, "master_weights")
-    for name, p, group in _named(optimizer):
-        yield name, weight_of(optimizer, p, group)
+    return ((name, weight_of(optimizer, p, group)) for name, p, group in _named(optimizer))
 
 
 @torch.no_grad()
@@ -70,6 +69,8 @@ def load_master_weights(
         if not (isinstance(given[name], Tensor) and given[name].is_floating_point()):
             kind = getattr(given[name], "dtype", type(given[name]).__name__)
             raise TypeError(f"the weight {name!r} must be a floating tensor; got {kind}")
+        require_dense(f"the weight {name}", given[name], (given[name].dtype,))
+        require_values({f"the weight {name}": given[name]}, p)
         require_shape(f"the weight {name!r}", given[name], p.shape)
     for name, p, group in members:
         set_weight(optimizer, p, group, given[name])

@@ -44,10 +44,10 @@ class LowBitOptimizer(LoadsState):
     A step that raises has changed nothing, if it raises before the first parameter is written: for
     bad settings, parameters or gradients, when memory for state runs out, while code is compiled,
     and at Ctrl-C up to there. Later only a copy of all parameters could undo it: at Ctrl-C or with
-    no memory left between two groups, two tensors of the torch engine, `Cain` or `LearnedGradient`,
-    or a tensor that is not contiguous and its copy; and Ctrl-C in the microseconds in which a step
-    is counted, or begins to write, leaves it counted and not taken. On a GPU the last kernel of a
-    group is compiled when the groups before it have been launched.
+    no memory left between two groups, two parts of a tensor on the torch engine, a tensor that is
+    not contiguous and its copy, or in `Cain` or `LearnedGradient`, whose state comes first; and
+    Ctrl-C in the microseconds in which a compiled engine counts a step, or begins to write, leaves
+    it counted. On a GPU a group's last kernel is compiled when earlier groups have been launched.
     """
 
     grad_scale: Tensor  # which a GradScaler sets while it has `step` called
@@ -205,7 +205,7 @@ class LowBitOptimizer(LoadsState):
         """
         self._check_single_steps()
         self._check_unscaled()
-        index = self._place(p)[1]
+        index = self._place(p).group
         its = self.param_groups[index]
         if group is not None and group is not its:
             raise ValueError(f"group must be that of the parameter, parameter group {index}")
@@ -249,7 +249,7 @@ class LowBitOptimizer(LoadsState):
         """Step parameters that have gradients; plans are kept for when the same ones recur."""
         of_groups: dict[int, list[Tensor]] = {}
         for p in params:
-            of_groups.setdefault(self._place(p)[1], []).append(p)
+            of_groups.setdefault(self._place(p).group, []).append(p)
         parts = [
             ((index, key, tuple(map(id, some))), part)
             for index, some in of_groups.items()
@@ -347,7 +347,7 @@ class LowBitOptimizer(LoadsState):
                 slot.blocks_before = share.places_before(block) // block
                 slot.weights_before = share.places_before(WEIGHT_BLOCK)
             if dithers or slot.weights.dithered:
-                slot.tensor_key = dither.tensor_key(group["seed"], self._place(p)[0])
+                slot.tensor_key = dither.tensor_key(group["seed"], self._place(p).number)
             address = work.data_ptr()
             at = work.device, engine, turns[address]
             batches.setdefault(at, []).append(slot)

@@ -55,7 +55,8 @@ def release_gradients(
 
     Raises:
         ValueError, TypeError: for `accumulate` > 1, a model under DistributedDataParallel, Cain or
-            LearnedGradient, or an optimizer or a parameter that is released already.
+            LearnedGradient, flat parameters of FSDP1, or an optimizer or a parameter that is
+            released already.
         RuntimeError: by a hook or `step()`: for a second backward pass before `step()`, or under a
             GradScaler.
 
@@ -135,9 +136,13 @@ class ReleasedGradients:
         self._lock = threading.Lock()  # the backward pass has a thread for each device
         self._hooks: dict[Tensor, RemovableHandle] = {}
         params = self._params()
-        self._hook(params)
-        if clip_previous_norm is not None and params:
-            self._norm()
+        try:
+            self._hook(params)
+            if clip_previous_norm is not None and params:
+                self._norm()
+        except BaseException:
+            self.remove()
+            raise
         optimizer._released = self.finish
 
     def _params(self) -> list[Tensor]:
@@ -151,6 +156,12 @@ class ReleasedGradients:
             raise ValueError(
                 f"a parameter of shape {tuple(taken.shape)} is stepped in the backward pass by "
                 "another optimizer already"
+            )
+        if any(getattr(p, "_is_flat_param", False) for p in new):
+            raise ValueError(
+                "gradients cannot be released of the flat parameters of FullyShardedDataParallel, "
+                "which it goes on using after their hooks have run; build it with "
+                "use_orig_params=True, or use fully_shard (FSDP2)"
             )
         self._hooks.update((p, p.register_post_accumulate_grad_hook(self._take)) for p in new)
         _released_params.update(dict.fromkeys(new, True))
@@ -191,7 +202,9 @@ class ReleasedGradients:
             raise RuntimeError(
                 f"a parameter of shape {tuple(p.shape)} has a second gradient since the last "
                 "optimizer.step(), and its first one was released: call step() after every "
-                "backward pass; gradients that are to be accumulated cannot be released"
+                "backward pass; gradients that are to be accumulated cannot be released. A layer "
+                "that is used twice has one gradient, but two under reentrant checkpointing: call "
+                "checkpoint with use_reentrant=False"
             )
         # Of the whole parameter, so that all ranks step at the same time.
         self._taken.add(p)
@@ -211,25 +224,29 @@ class ReleasedGradients:
         if self._clip is None:
             optimizer._step_some(waiting)
         else:
+            squares = self._squares_with(waiting, stream)
             optimizer.grad_scale = (self._norm() / self._clip).clamp(min=1.0)  # which they have
             try:
                 optimizer._step_some(waiting)
             finally:
                 del optimizer.grad_scale
-            self._add_squares(waiting, stream)  # once: a step that raises may be taken again
+            self._squares = squares  # once: a step that raises may be taken again
         for p in waiting:
             p.grad = None
 
-    def _add_squares(self, params: Iterable[Tensor], stream: Any) -> None:
-        """Add the squared norms of gradients to those of this step, by who has the other shards."""
-        at = self._norm().device
+    def _squares_with(
+        self, params: Iterable[Tensor], stream: Any
+    ) -> dict[tuple[Any, Groups], Tensor]:
+        """Squared norms of this step's gradients and of these, by who has the other shards."""
+        squares, at = dict(self._squares), self._norm().device
         for p in params:
             key = stream, _sharding.shard_groups(p)
             its = _sharding.shard_of(p.grad, p)
             square = torch.linalg.vector_norm(its, dtype=torch.float32)
-            total = self._squares.get(key)
+            total = squares.get(key)
             square = (square.double() if at.type != "mps" else square).to(at) ** 2
-            self._squares[key] = square if total is None else total + square
+            squares[key] = square if total is None else total + square
+        return squares
 
     @torch.no_grad()
     def finish(self) -> None:

@@ -91,6 +91,11 @@ class ScheduleFreeAdamW(LowBitOptimizer):
     ) -> None:
         super().__init__(params, {**settings_of(locals()), "train_mode": True}, args)
 
+    def _forget(self) -> None:
+        super()._forget()
+        # Those that hold the other point than their group's: where a switch was interrupted.
+        self._apart: set[Tensor] = set()
+
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a parameter group, in the mode that the optimizer is in."""
         if isinstance(param_group, dict) and self.param_groups:
@@ -107,23 +112,28 @@ class ScheduleFreeAdamW(LowBitOptimizer):
 
     @torch.no_grad()
     def _switch(self, train: bool) -> None:
+        """Put one of the two points into all parameters; what is interrupted can be repeated."""
         for index, group in enumerate(self.param_groups):
-            if group["train_mode"] == train:
+            already = group["train_mode"] == train
+            if already and self._apart.isdisjoint(group["params"]):
                 continue
             for _, part in self._parts(index):
                 beta1 = part["betas"][0]
                 share = 1.0 - beta1 if train else 1.0 - 1.0 / beta1
                 for p in dict.fromkeys(part["params"]):
                     z = self.state.get(p, {}).get("z")
-                    if z is not None:
-                        moved = weight_of(self, p, part).lerp(_sharding.like(z, p), share)
-                        set_weight(self, p, part, moved)
+                    if z is None or already == (p not in self._apart):
+                        continue
+                    moved = weight_of(self, p, part).lerp(_sharding.like(z, p), share)
+                    set_weight(self, p, part, moved)
+                    self._apart ^= {p}
             group["train_mode"] = train
+            self._apart -= set(group["params"])
 
     def _step_parts(
         self, parts: list[tuple[Any, Mapping[str, Any]]], last: Mapping[Any, StepPlan]
     ) -> dict[Any, StepPlan]:
-        if not all(group["train_mode"] for group in self.param_groups):
+        if self._apart or not all(group["train_mode"] for group in self.param_groups):
             raise RuntimeError(
                 f"{type(self).__name__}.step in eval mode: the parameters hold the average; call "
                 "the optimizer's train() before training, and eval() before evaluating"

@@ -26,6 +26,12 @@ def fixed_bits(bits: int, keep_argument: bool = False) -> Callable[[T], T]:
         keep_argument: True where bitsandbytes' class of this name has `optim_bits` in its
             positional order; it must then be `bits`. Otherwise the argument is gone.
     """
+    formats = [name for name, format in FORMATS.items() if format.bits == bits]
+    special = {
+        "optim_bits": f"must be {bits}; it is here for bitsandbytes' order.",
+        "state_format": "name of the format that the moments are stored in: "
+        f"{', '.join(formats)}. None is {formats[0]}.",
+    }
     gone = set() if keep_argument else {"optim_bits"}
     if bits in (4, 32):
         gone.add("state_format")
@@ -56,6 +62,6 @@ def fixed_bits(bits: int, keep_argument: bool = False) -> Callable[[T], T]:
                 )
             build(**given, optim_bits=bits)
 
-        return constructor(cls, {"optim_bits": bits}, gone, construct)
+        return constructor(cls, {"optim_bits": bits}, gone, construct, special)
 
     return fix

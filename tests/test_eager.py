@@ -291,6 +291,16 @@ def test_bad_arguments_are_named(cls, name, values):
 
 
 @BOTH
+def test_errors_name_the_class(cls):
+    class Mine(cls):
+        pass
+
+    for given in ({"foreach": True}, {"capturable": True}):
+        with pytest.raises(ValueError, match="for Mine, got"):
+            Mine([torch.nn.Parameter(torch.ones(3))], **given)
+
+
+@BOTH
 def test_arguments_of_a_wrong_type(cls):
     p = torch.nn.Parameter(torch.ones(3))
     for name, value in (("eps", "1"), ("maximize", 1), ("lr", None)):

@@ -119,6 +119,35 @@ def test_an_interrupt_before_anything_is_written(engine, device, method, batch, 
     assert continues_like(optimizer, twin)
 
 
+@pytest.mark.parametrize("name", ["stack", "where", "finish"])
+def test_memory_that_runs_out_within_a_step_of_torch_operators(name, monkeypatch):
+    """In `begin`, in a reduction, and in what `finish` does before it writes."""
+
+    def full(*args, **options):
+        raise MemoryError
+
+    engine = compiled("torch")
+    optimizer, twin = (
+        lowbit_optim.LAMB8bit(parameters(), lr=0.1, min_8bit_size=1) for _ in range(2)
+    )
+    with lowbit_optim.use_engine("torch"):
+        train(optimizer, 1)
+        train(twin, 1)
+        give_gradients(all_parameters(optimizer), 1)
+        before = snapshot(optimizer)
+        with monkeypatch.context() as patch:
+            if name == "finish":
+                patch.setattr(engine.TorchRun, "_write", full)
+            else:
+                patch.setattr(torch, name, full)
+            with pytest.raises(MemoryError):
+                optimizer.step()
+        assert identical(snapshot(optimizer), before)
+        train(optimizer, 1, first=1)
+        train(twin, 1, first=1)
+        assert continues_like(optimizer, twin)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("after", [0.2, 1.0, 2.5])
 def test_an_interrupt_while_the_first_step_compiles(after, tmp_path):

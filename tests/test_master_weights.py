@@ -338,6 +338,9 @@ def test_master_weights_out_and_in():
     for bad, kind in (([1.0] * 4, "float"), ([p.int() for p in before], "torch.int32")):
         with pytest.raises(TypeError, match=f"weight 0 must be a floating tensor; got {kind}"):
             load_master_weights(numbered, bad)
+    for last in (torch.ones(5, device="meta"), torch.ones(5).to_sparse()):
+        with pytest.raises(ValueError, match=r"the weight 3.* (meta device|dense tensor)"):
+            load_master_weights(numbered, [*[torch.ones_like(p) for p in before[:3]], last])
     assert all(map(torch.equal, model.parameters(), before))
 
 

@@ -1,7 +1,10 @@
 """Gradient release: the same run with each gradient gone as soon as it is there."""
 
+import functools
+
 import pytest
 import torch
+import torch.utils.checkpoint
 from torch import nn
 
 import lowbit_optim
@@ -203,6 +206,27 @@ def test_trainers_hooks():
             optimizer.step_parameter(p, group, i)
 
 
+def test_groups_that_change_between_single_steps():
+    params = [nn.Parameter(torch.ones(80, 80)) for _ in range(3)]
+    groups = [{"params": [params[0]]}, {"params": params[1:]}]
+    optimizer = lowbit_optim.AdamW8bit(groups, lr=0.1)
+    for p in params:
+        p.grad = torch.ones_like(p)
+    optimizer.step_parameter(params[2])
+    del optimizer.param_groups[0]
+    with pytest.raises(ValueError, match="not in this AdamW8bit"):
+        optimizer.step_parameter(params[0])
+    del optimizer.param_groups[0]["params"][0]
+    optimizer.step_parameter(params[2], optimizer.param_groups[0], 0)
+    with pytest.raises(ValueError, match="not in this AdamW8bit"):
+        optimizer.step_parameter(params[1])
+    assert [int(optimizer.state[p]["step"]) if p in optimizer.state else 0 for p in params] == [
+        0,
+        0,
+        2,
+    ]
+
+
 # What cannot be had.
 
 
@@ -213,6 +237,21 @@ def test_a_second_backward_pass_is_refused():
     backward(net, 0)
     with pytest.raises(RuntimeError, match=r"second gradient .* call step\(\) after every"):
         backward(net, 1)
+
+
+def test_a_layer_twice_under_reentrant_checkpointing_is_refused():
+    layer = nn.Linear(16, 16)
+    release_gradients(lowbit_optim.AdamW8bit(layer.parameters()), layer)
+    x = torch.randn(4, 16, requires_grad=True)
+    checkpoint = functools.partial(torch.utils.checkpoint.checkpoint, layer)
+    checkpoint(checkpoint(x, use_reentrant=False), use_reentrant=False).sum().backward()
+    layer.zero_grad()
+    other = nn.Linear(16, 16)
+    release_gradients(lowbit_optim.AdamW8bit(other.parameters()), other)
+    checkpoint = functools.partial(torch.utils.checkpoint.checkpoint, other)
+    twice = checkpoint(checkpoint(x, use_reentrant=True), use_reentrant=True)
+    with pytest.raises(RuntimeError, match=r"second gradient .* use_reentrant=False"):
+        twice.sum().backward()
 
 
 def test_a_gradient_scaler_is_refused():

@@ -122,6 +122,43 @@ def test_a_step_that_was_refused_counts_once_in_the_norm():
     assert float(group[NORM]) == pytest.approx(norm)
 
 
+def test_memory_that_runs_out_for_the_norm_steps_nothing_twice(monkeypatch):
+    def full(*args, **options):
+        raise MemoryError
+
+    net = model()
+    optimizer = lowbit_optim.AdamW8bit(net.parameters())
+    release_gradients(optimizer, clip_previous_norm=1.0)
+    backward(net, 0)
+    with monkeypatch.context() as patch:
+        patch.setattr(torch.linalg, "vector_norm", full)
+        with pytest.raises(MemoryError):
+            optimizer.step()
+    optimizer.step()
+    assert {int(optimizer.state[p]["step"]) for p in net.parameters()} == {1}
+
+
+@pytest.mark.parametrize("norm", [math.nan, math.inf, -1.0, "1", torch.tensor([1.0, 2.0])])
+def test_a_norm_that_no_step_leaves_behind_is_refused(norm):
+    net = model()
+    optimizer = lowbit_optim.AdamW8bit(net.parameters())
+    release_gradients(optimizer, clip_previous_norm=1.0)
+    saved = optimizer.state_dict()
+    saved["param_groups"][0][NORM] = norm
+    with pytest.raises(ValueError, match=f"parameter group 0 of state_dict: {NORM} must be"):
+        lowbit_optim.AdamW8bit(model().parameters()).load_state_dict(saved)
+
+
+def test_what_cannot_be_released_keeps_no_hook():
+    net = model()
+    optimizer = lowbit_optim.AdamW8bit(net.parameters())
+    optimizer.param_groups[0][NORM] = "x"
+    with pytest.raises(TypeError):
+        release_gradients(optimizer, clip_previous_norm=1.0)
+    del optimizer.param_groups[0][NORM]
+    release_gradients(optimizer, clip_previous_norm=1.0)
+
+
 @pytest.mark.parametrize("frozen", [False, True])
 def test_what_has_no_hook_is_clipped_with_the_others(frozen):
     """A group that is added later, or a layer that is frozen at first."""

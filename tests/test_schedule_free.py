@@ -20,6 +20,39 @@ def build(bits=8, dtype=torch.float32, shapes=SHAPES, **options):
     return params, cls(params, **{"lr": 0.01, "min_8bit_size": 1, **options})
 
 
+@pytest.mark.parametrize("back", [False, True])
+def test_a_switch_that_is_interrupted_can_be_repeated(back, monkeypatch):
+    params, optimizer = build()
+    twins, twin = build()
+    for one in (optimizer, twin):
+        train(one, 3)
+    lerp, calls = torch.Tensor.lerp, []
+
+    def failing(*args):
+        calls.append(1)
+        if len(calls) == 2:
+            raise MemoryError
+        return lerp(*args)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(torch.Tensor, "lerp", failing)
+        with pytest.raises(MemoryError):
+            optimizer.eval()
+    with pytest.raises(RuntimeError, match="in eval mode"):
+        train(optimizer, 1)
+    for p in params:
+        p.grad = None
+    if not back:
+        optimizer.eval()
+        twin.eval()
+        assert identical(params, twins)
+    optimizer.train()
+    twin.train()
+    for p, q in zip(params, twins, strict=True):
+        torch.testing.assert_close(p, q, rtol=1e-6, atol=1e-6)
+    train(optimizer, 1)
+
+
 @pytest.mark.parametrize("bits", [8, 32])
 @pytest.mark.parametrize("weight_lr_power", [0.0, 2.0])
 @pytest.mark.few("engine", "bits", "weight_lr_power")

@@ -231,6 +231,21 @@ def test_errors_of_a_fixed_name_say_it(name):
             built(name, optim_bits=bits)
 
 
+def test_docstrings_of_a_fixed_name_offer_what_it_takes():
+    for name in NAMES:
+        bits = stem(name) != name and int(name.removeprefix(stem(name)).removesuffix("bit"))
+        if not bits:
+            continue
+        words = " ".join(class_of(name).__doc__.split())
+        if "optim_bits: " in words:
+            assert f"optim_bits: must be {bits};" in words
+        if "state_format: " in words:
+            offered = re.search(r"state_format: [^:]*: ([^.]*)\. None is (\w+)\.", words)
+            for format in offered[1].split(", "):
+                built(name, state_format=format)
+            assert built(name).param_groups[0]["state_format"] in (None, offered[2])
+
+
 def test_a_subclass_of_a_user():
     class Mine(lowbit_optim.AdamW8bit):
         """AdamW for me."""

@@ -250,6 +250,7 @@ class TorchRun:
             for name, value in batch.hyper.items()
         }
         self.live = None if batch.found_inf is None else batch.found_inf.to(self.device) == 0
+        self.wrote = False  # anything of a parameter or its moments
 
     def _count(self, steps: int) -> None:
         counts = [slot.step for slot in self.batch.slots]
@@ -264,8 +265,6 @@ class TorchRun:
 
     def begin(self) -> None:
         batch, slots = self.batch, self.batch.slots
-        steps = [slot.step for slot in slots]
-        self._count(1)
         sign = -1.0 if batch.maximize else 1.0
         scale = torch.full((len(slots),), sign, dtype=self.scalar_dtype, device=self.device)
         if batch.grad_scale is not None:
@@ -273,12 +272,15 @@ class TorchRun:
         numels = [float(slot.numel) for slot in slots]
         self.values["gscale"] = scale
         self.values["live"] = True if self.live is None else self.live
-        self.values["step"] = torch.stack(steps).to(self.scalar_dtype)
+        taken = 1 if self.live is None else self.live
+        steps = torch.stack([slot.step for slot in slots]) + taken
+        self.values["step"] = steps.to(self.scalar_dtype)
         self.values["numel"] = torch.tensor(numels, dtype=self.scalar_dtype, device=self.device)
         for k, lasting in enumerate(batch.rule.lasting):
             tensors = [slot.lasting[k] for slot in slots]
             self.values[lasting.key] = tensors if lasting.history else torch.stack(tensors)
         self.values.update(call(batch.rule.prepare, self.values))
+        self._count(1)
 
     def reduce(self, phase: int) -> Tensor:
         chosen = self.batch.rule.phases[phase]
@@ -293,6 +295,14 @@ class TorchRun:
         # A step that an AMP scaler found to overflow leaves everything as it was.
         if self.live is not None and not bool(self.live):
             return
+        try:
+            self._write_all()
+        except BaseException:
+            if not self.wrote:
+                self.cancel()
+            raise
+
+    def _write_all(self) -> None:
         rule = self.batch.rule
         for i, slot in enumerate(self.batch.slots):
             units_of = self._units(slot)
@@ -359,6 +369,7 @@ class TorchRun:
         if slot.weights.dithered:
             weights = Random(slot.tensor_key, slot.step, slot.weights_before, self.device)
             random = weights.of_weights(span, (slot.rows, slot.row))
+        self.wrote = True
         slot.weights.write(new_p, p, residual, random)
         of_moments = Random(slot.tensor_key, slot.step, slot.blocks_before, self.device)
         for view in units_of:
