@@ -65,8 +65,8 @@ def documented(cls: T, special: Mapping[str, str] | None = None) -> T:
     """Give a class's docstring an Args section with every argument, in the signature's order.
 
     The docstring or `special` describes what is special to the class; other descriptions come from
-    the nearest base class that is `documented` and has them, or else from `COMMON`. Defaults come from the
-    signature, and `RAISES` is the section of a class that has none of its own.
+    the nearest base class that is `documented` and has them, or else from `COMMON`. Defaults come
+    from the signature, and `RAISES` is the section of a class that has none of its own.
 
     Raises:
         TypeError: for an argument that nothing describes.
@@ -97,7 +97,7 @@ def constructor(
     defaults: Mapping[str, Any],
     without: Collection[str],
     construct: Callable[[Callable[..., None], dict, str], None],
-    special: Mapping[str, str],
+    special: Mapping[str, str] | None = None,
 ) -> T:
     """Give a class a constructor with its base's arguments, each of which is described.
 

@@ -276,6 +276,7 @@ def _residual(saved: Mapping[str, Any], p: Tensor, dtype: torch.dtype) -> Tensor
     value = saved.get(RESIDUAL_KEY)
     if value is None:
         return torch.zeros(p.shape, dtype=dtype, device=p.device)
+    _saved.require_shape(repr(RESIDUAL_KEY), value, p.shape)
     moved = value.detach().to(p.device, copy=True).contiguous()
     return converted(as_integers(moved), dtype)
 

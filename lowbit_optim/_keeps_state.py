@@ -212,10 +212,20 @@ class KeepsState(Optimizer):
     ) -> tuple[dict[str, Any], bool]:
         """`_state_of` with plain tensors, those that this rank steps; and whether it is new."""
         there = self.state.get(p, {})
+        if share is not None and not share.holds(there):
+            return self._dealt_anew(there, stepped, group, share), True
         if share is not None:
             there, group = _sharding.unwrapped(there), share.settings(group)
         state = self._as_wanted(there, stepped, group)
         return state, state is not there
+
+    def _dealt_anew(
+        self, there: dict[str, Any], stepped: Tensor, group: Mapping[str, Any], share: Share
+    ) -> dict[str, Any]:
+        """A state of which a rank kept all, and is to keep a shard now, or the other way round."""
+        whole = _sharding.unwrapped({key: _sharding.whole(x) for key, x in there.items()})
+        state = self._as_wanted(whole, share.p.detach().full_tensor(), group)
+        return self._as_wanted(share.dealt(state), stepped, share.settings(group))
 
     def _as_wanted(
         self, state: dict[str, Any], p: Tensor, group: Mapping[str, Any]

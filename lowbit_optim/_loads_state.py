@@ -12,11 +12,22 @@ from torch import Tensor
 
 from lowbit_optim_kernels.step_plan import same_objects
 
-from . import _checkpoint, _checks, _saved, _sharding
+from . import _checkpoint, _checks, _saved
+from ._agreement import agreeing
 from ._foreign.load import as_ours
 from ._keeps_state import KeepsState
 from ._manager import Overrides
 from ._settings import PREVIOUS_NORM, Settings, as_number, resolved
+
+
+@contextmanager
+def _collecting(errors: list[ValueError], where: str) -> Iterator[None]:
+    """Go on after what is refused: other ranks may go on to where all are needed."""
+    try:
+        with _checkpoint.refusing(where):
+            yield
+    except ValueError as error:
+        errors.append(error)
 
 
 class Place(NamedTuple):
@@ -84,13 +95,13 @@ class LoadsState(KeepsState):
         params = [p for group in self.param_groups for p in group["params"]]
         # What one rank can look at alone comes first: a rank that raises while others ask all for
         # their shards would leave them waiting.
-        with _sharding.agreeing(params) as its_saved:
+        with agreeing(params) as its_saved:
             state_dict = _checkpoint.after_hooks(self, state_dict)
             with _steppable():
                 state_dict, groups = self._checked(state_dict)
             found = list(_checkpoint.saved_states(groups, state_dict))
             its_saved.update((one.p, one.state) for one in found)
-        with _sharding.agreeing(params), _steppable():
+        with agreeing(params), _steppable():
             state = self._states_from(found)
             state.update(_checkpoint.other_entries(state_dict))
         self.__setstate__({"state": defaultdict(dict, state), "param_groups": groups})
@@ -116,19 +127,17 @@ class LoadsState(KeepsState):
         """The parameters' states of what `saved_states` has found; nothing has been changed."""
         state: dict[Any, Any] = {}
         errors: list[ValueError] = []
-        name = type(self).__name__
-        for where, p, group, saved_group, saved in found:
+        for place, p, group, saved_group, saved in found:
             settings = resolved(group)
             ((_, part),) = self._overridden({**settings, "params": [p]})
-            try:
-                with _checkpoint.refusing(f"state_dict does not fit {name}: {where}"):
-                    moments, residual = self._moments(part), self._weights(p, part).residual
-                    if part["master_weight_bits"] != settings["master_weight_bits"]:
-                        residual = None
-                    _saved.require_uncast(saved, p, moments, saved_group, residual)
-                    state[p] = self._state_from(saved, p, part)
-            except ValueError as error:
-                errors.append(error)  # other ranks may go on to where all are needed
+            where = f"state_dict does not fit {type(self).__name__}: {place}"
+            with _collecting(errors, where):
+                moments, residual = self._moments(part), self._weights(p, part).residual
+                if part["master_weight_bits"] != settings["master_weight_bits"]:
+                    residual = None
+                _saved.require_uncast(saved, p, moments, saved_group, residual)
+            with _collecting(errors, where):
+                state[p] = self._state_from(saved, p, part)
         if errors:
             raise errors[0]
         return state

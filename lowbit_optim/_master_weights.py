@@ -12,6 +12,7 @@ from lowbit_optim_kernels.formats import compute_dtype
 from lowbit_optim_kernels.weights import RESIDUAL_KEY, as_integers, converted, split
 
 from . import _checks, _sharding
+from ._agreement import agreeing
 from ._optimizer import LowBitOptimizer, require_own
 from ._saved import require_dense, require_shape, require_values
 
@@ -64,17 +65,22 @@ def load_master_weights(
     """
     require_own(optimizer, "load_master_weights")
     members = list(_named(optimizer))
-    given = _by_name(weights, [name for name, _, _ in members])
-    for name, p, _ in members:
-        if not (isinstance(given[name], Tensor) and given[name].is_floating_point()):
-            kind = getattr(given[name], "dtype", type(given[name]).__name__)
-            raise TypeError(f"the weight {name!r} must be a floating tensor; got {kind}")
-        require_dense(f"the weight {name}", given[name], (given[name].dtype,))
-        require_values({f"the weight {name}": given[name]}, p)
-        require_shape(f"the weight {name!r}", given[name], p.shape)
+    with agreeing([p for _, p, _ in members]):
+        given = _by_name(weights, [name for name, _, _ in members])
+        for name, p, _ in members:
+            _check_weight(name, given[name], p)
     for name, p, group in members:
         set_weight(optimizer, p, group, given[name])
         optimizer._begin_again(p, group)
+
+
+def _check_weight(name: Name, weight: Any, p: Tensor) -> None:
+    if not (isinstance(weight, Tensor) and weight.is_floating_point()):
+        kind = getattr(weight, "dtype", type(weight).__name__)
+        raise TypeError(f"the weight {name!r} must be a floating tensor; got {kind}")
+    require_dense(f"the weight {name}", weight, (weight.dtype,))
+    require_values({f"the weight {name}": weight}, p)
+    require_shape(f"the weight {name!r}", weight, p.shape)
 
 
 def weight_of(optimizer: LowBitOptimizer, p: Tensor, group: Mapping[str, Any]) -> Tensor:

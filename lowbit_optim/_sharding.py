@@ -12,8 +12,7 @@ process there, too. Weights share no scale: their random bits are known wherever
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from operator import attrgetter, is_
@@ -31,7 +30,6 @@ from lowbit_optim_kernels.rules.shared import NORMS
 from lowbit_optim_kernels.weights import RESIDUAL_KEY, as_integers
 
 PLAIN = {Tensor, torch.nn.Parameter}
-KINDS = ("no state", "whole tensors", "shards")  # of a saved state
 Groups = tuple[tuple[Any, str], ...]  # process groups, each with the type of its devices
 _LOCAL, _SPEC = attrgetter("_local_tensor"), attrgetter("_spec")
 
@@ -163,6 +161,17 @@ class Share:
         return Share(p, moments, format, cut or (whole and bool(sharded_dims(p))))
 
     @property
+    def placements(self) -> tuple[Any, ...]:
+        """How the state is dealt out over the mesh."""
+        from torch.distributed.tensor import Replicate
+
+        return (Replicate(),) * self.p.device_mesh.ndim if self.whole else tuple(self.p.placements)
+
+    def holds(self, state: Mapping[str, Any]) -> bool:
+        """Whether a state is dealt out like this."""
+        return all(tuple(x.placements) == self.placements for x in state.values() if is_dtensor(x))
+
+    @property
     def groups(self) -> Groups:
         """The processes over which sums have to be added up."""
         return () if self.whole else shard_groups(self.p)
@@ -226,10 +235,9 @@ class Share:
 
     def wrapped(self, state: Mapping[str, Any]) -> dict[str, Any]:
         """A state with its moments as DTensors, of the parameter's placements unless whole."""
-        from torch.distributed.tensor import DTensor, Replicate
+        from torch.distributed.tensor import DTensor
 
         mesh = self.p.device_mesh
-        placements = [Replicate()] * mesh.ndim if self.whole else self.p.placements
         shapes = {
             part.key: part.shape(self.p.shape, unit.format.block)
             for unit in units(self.moments, self.format)
@@ -242,7 +250,7 @@ class Share:
                 x = x.view(torch.bfloat16)
             stride = torch.empty(shape, device="meta").stride()
             return DTensor.from_local(
-                x, mesh, placements, run_check=False, shape=torch.Size(shape), stride=stride
+                x, mesh, self.placements, run_check=False, shape=torch.Size(shape), stride=stride
             )
 
         return {key: wrap(x, shapes[key]) if key in shapes else x for key, x in state.items()}
@@ -332,62 +340,3 @@ def _add_up(group: Any, device: str, found: list[tuple[Tensor, Tensor | None]]) 
             total.copy_(piece)
         else:
             total[index] = piece
-
-
-@contextmanager
-def agreeing(params: Sequence[Any]) -> Iterator[dict[Any, Mapping[str, Any]]]:
-    """Raise on every rank if what is done inside raises on any; nothing to ask without DTensors.
-
-    Args:
-        params: all parameters, in an order that is the same on every rank.
-
-    Yields:
-        a dict for saved states by parameter: all ranks have to find one of the same kind, for
-        whole tensors are asked of all ranks and shards of none.
-
-    Raises:
-        Exception: this rank's error; a ValueError with the first one's of the others.
-    """
-    saved: dict[Any, Mapping[str, Any]] = {}
-    try:
-        yield saved
-    except Exception as error:  # of whatever kind, or the other ranks would wait
-        _agree(error, params, {})
-        raise
-    _agree(None, params, saved)
-
-
-def _order(mesh: Any) -> tuple[str, ...]:
-    """What sorts meshes alike on all ranks: all by which two differ, as sets have random orders."""
-    return str(mesh.mesh.tolist()), str(mesh.mesh_dim_names), mesh.device_type
-
-
-def _agree(
-    error: Exception | None, params: Sequence[Any], saved: Mapping[Any, Mapping[str, Any]]
-) -> None:
-    dtensors = [p for p in params if is_dtensor(p)]
-    for mesh in sorted({p.device_mesh for p in dtensors}, key=_order):
-        of_mesh = [p for p in dtensors if p.device_mesh == mesh]
-        kinds = [1 + spread_alike(saved[p], p) if p in saved else 0 for p in of_mesh]
-        most = torch.tensor(
-            [error is not None, *kinds, *(-kind for kind in kinds)],
-            dtype=torch.int32, device=mesh.device_type,
-        )  # fmt: skip
-        for i in range(mesh.ndim):
-            group = mesh.get_group(i)
-            dist.all_reduce(most, op=dist.ReduceOp.MAX, group=group)
-            if not most[0].item():
-                continue
-            texts: list[Any] = [None] * dist.get_world_size(group)
-            dist.all_gather_object(texts, None if error is None else str(error), group=group)
-            if error is None:
-                error = ValueError(next(text for text in texts if text is not None))
-        _, *extremes = most.tolist()
-        for p, high, low in zip(of_mesh, extremes, extremes[len(of_mesh) :], strict=False):
-            if error is None and high != -low:
-                error = ValueError(
-                    f"the ranks' state dicts differ: of a parameter of shape {tuple(p.shape)} some "
-                    f"have {' or '.join(KINDS[kind] for kind in (-low, high))}"
-                )
-    if error is not None:
-        raise error

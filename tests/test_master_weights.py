@@ -387,3 +387,11 @@ def test_another_librarys_optimizer_has_no_master_weights(function):
         TypeError, match="master_weights takes an optimizer of lowbit_optim, got SGD"
     ):
         list(function(other))
+
+
+def test_a_weight_of_another_shape_is_refused_where_there_are_no_moments():
+    p = torch.nn.Parameter(torch.ones(100).bfloat16())
+    optimizer = train(lowbit_optim.SGD8bit([p], lr=0.1, master_weight_bits=24), 1)
+    p.grad, p.data = None, torch.ones(9000).bfloat16()
+    with pytest.raises(ValueError, match=r"'master_residual' has shape \(100,\), its"):
+        train(optimizer, 1)

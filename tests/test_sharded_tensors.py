@@ -148,10 +148,10 @@ def test_sums_beside_those_of_whole_tensors_are_found_by_numbers_on_the_device(m
 # Meshes of the same ranks, as an expert-parallel model of one expert group has them.
 MESHES = """
 from torch.distributed.device_mesh import DeviceMesh
-from lowbit_optim import _sharding
+from lowbit_optim import _agreement
 options = {"_init_backend": False, "_rank": 0}
 meshes = {DeviceMesh("cpu", [0, 1], mesh_dim_names=(name,), **options) for name in "abcd"}
-print([mesh.mesh_dim_names[0] for mesh in sorted(meshes, key=_sharding._order)])
+print([mesh.mesh_dim_names[0] for mesh in sorted(meshes, key=_agreement._order)])
 """
 
 

@@ -1,0 +1,97 @@
+"""Settings that change in mid-run under sharding, and loads that go wrong on one rank alone."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
+
+import lowbit_optim
+import sharded
+from protocol import identical
+
+pytestmark = pytest.mark.timeout(120)
+LENGTH = 5000  # of two ranks' shards the first one ends within a block
+CHANGES = {
+    "to 8 bits": ("AdamW", {"optim_bits": 32}, {"optim_bits": 8}),
+    "to 32 bits": ("AdamW", {"optim_bits": 8}, {"optim_bits": 32}),
+    "larger ones only": ("LAMB", {"optim_bits": 8}, {"min_8bit_size": 10**6}),
+    "with a moment": ("SGD8bit", {"momentum": 0.0}, {"momentum": 0.9}),
+}
+
+
+def vector(seed, length=LENGTH):
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(length, generator=generator).bfloat16()
+
+
+def changed(rank, world, folder):
+    """Beside a twin that is not sharded, before and after a change, and back again."""
+    mesh = init_device_mesh("cpu", (world,))
+    for name, first, later in CHANGES.values():
+        plain = nn.Parameter(vector(0))
+        shards = nn.Parameter(distribute_tensor(vector(0), mesh, [Shard(0)]))
+        cls = getattr(lowbit_optim, name)
+        optimizers = [cls([p], lr=0.01, master_weight_bits=24, **first) for p in (plain, shards)]
+        for step in range(4):
+            plain.grad = vector(step + 1)
+            shards.grad = distribute_tensor(vector(step + 1), mesh, [Shard(0)])
+            for optimizer in optimizers:
+                before = {**optimizer.defaults, **first}
+                (group,) = optimizer.param_groups
+                group.update(later if step in (1, 2) else {key: before[key] for key in later})
+                optimizer.step()
+            got = sharded.everything([shards], optimizers[1])
+            want = sharded.everything([plain], optimizers[0])
+            if name != "LAMB":
+                assert identical(got, want), (name, step)
+            for x, y in zip(got["params"], want["params"], strict=True):
+                torch.testing.assert_close(x, y, rtol=0.01, atol=1e-6)
+
+
+def test_settings_that_have_a_shard_stepped_whole(tmp_path):
+    sharded.run(2, changed, str(tmp_path))
+
+
+DAMAGES = {
+    "codes as floats": lambda state: state.update(exp_avg=state["exp_avg"].float()),
+    "a residual that was cast": lambda state: state.update(
+        master_residual=state["master_residual"].to(torch.int16)
+    ),
+    "other entries": lambda state: state.pop("gnorm_vec"),
+}
+
+
+def damaged(rank, world, folder):
+    """On the last rank only."""
+    mesh = init_device_mesh("cpu", (world,))
+    lengths = [LENGTH, 8192]
+    options = {"master_weight_bits": 24, "percentile_clipping": 50}
+    plain = [nn.Parameter(vector(0, n)) for n in lengths]
+    optimizer = lowbit_optim.AdamW8bit(plain, **options)
+    for p in plain:
+        p.grad = torch.ones_like(p)
+    optimizer.step()
+    params = [nn.Parameter(distribute_tensor(p.detach(), mesh, [Shard(0)])) for p in plain]
+    loading = lowbit_optim.AdamW8bit(params, **{**options, "master_weight_bits": 32})
+    for spoil in DAMAGES.values():
+        for index in range(len(lengths)):
+            saved = copy.deepcopy(optimizer.state_dict())
+            if rank == world - 1:
+                spoil(saved["state"][index])
+            with pytest.raises(ValueError, match=r"parameter|state dicts differ"):
+                loading.load_state_dict(saved)
+            assert not loading.state
+    loading.load_state_dict(optimizer.state_dict())
+    weights = [torch.ones(n + (rank == world - 1)) for n in lengths]
+    before = sharded.everything(params, loading)
+    with pytest.raises(ValueError, match=r"the weight 0 has shape"):
+        lowbit_optim.load_master_weights(loading, weights)
+    assert identical(sharded.everything(params, loading), before)
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_what_is_wrong_on_one_rank_is_refused_by_all(world, tmp_path):
+    sharded.run(world, damaged, str(tmp_path))
