@@ -7,6 +7,7 @@ itself, so an optimizer is rebuilt whose parameters have shapes and no memory.
 from __future__ import annotations
 
 import difflib
+import os
 import re
 import tempfile
 import warnings
@@ -28,7 +29,7 @@ from lowbit_optim_kernels.weights import RESIDUAL_KEY
 
 from . import checkpoints
 from .checkpoints import Found
-from .errors import Refused, plural
+from .errors import Refused, plural, sentence
 
 TORCH = "torch.optim"
 OPTIONS = {"SGD": {"momentum": 0.9}, "LARS": {"momentum": 0.9}}  # which keep nothing without
@@ -259,7 +260,7 @@ def convert(
 
 def _check_request(source: Path, target: Path, to: str, format: str | None, layout: str) -> None:
     """Refuse what needs no reading of the file to be refused."""
-    if target.exists():
+    if os.path.lexists(target):  # which a link to nothing does, too
         raise Refused(f"{target} exists; name a file that does not")
     if source.is_dir():
         raise Refused(
@@ -324,8 +325,26 @@ def _renamed(new: Mapping[str, Any], old: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _write(value: Any, target: Path) -> None:
-    """Write a file whole or not at all."""
-    with tempfile.TemporaryDirectory(dir=target.parent) as folder:
-        whole = Path(folder, target.name)
-        torch.save(value, whole)
-        whole.replace(target)
+    """Write a file whole or not at all.
+
+    Raises:
+        Refused: if it cannot be written, with what the system says of it.
+    """
+    try:
+        with tempfile.TemporaryDirectory(dir=target.parent) as folder:
+            whole = Path(folder, target.name)
+            with whole.open("wb") as file:  # given a name, torch would not say why it fails
+                torch.save(value, file)
+            whole.replace(target)
+    except (OSError, RuntimeError) as error:
+        raise Refused(f"{target} cannot be written: {_reason(error)}") from None
+
+
+def _reason(error: BaseException) -> str:
+    """Why a file cannot be written: torch raises an error of its own upon that of the system."""
+    cause: BaseException | None = error
+    while cause is not None:
+        if isinstance(cause, OSError) and cause.strerror:
+            return cause.strerror
+        cause = cause.__context__
+    return sentence(error)
