@@ -129,15 +129,41 @@ def _optimizers(value: Any, path: tuple[Any, ...], seen: set[int]) -> Iterator[F
         yield from _optimizers(one, (*path, key), seen)
 
 
-def replaced(checkpoint: Any, path: tuple[Any, ...], new: Any) -> Any:
-    """A checkpoint with what a path leads to replaced; the checkpoint itself is not changed."""
-    if not path:
-        return new
-    key, *rest = path
-    inner = replaced(checkpoint[key], tuple(rest), new)
-    if isinstance(checkpoint, Mapping):
-        return {**checkpoint, key: inner}
-    return type(checkpoint)(inner if i == key else x for i, x in enumerate(checkpoint))
+def replace(checkpoint: Any, news: Mapping[tuple[Any, ...], Any]) -> Any:
+    """Put other values in the places of some in a checkpoint, wherever these are.
+
+    Args:
+        checkpoint: its dicts and lists are changed.
+        news: what takes the place of that which a path leads to.
+
+    Returns:
+        The checkpoint, or what has taken its place.
+    """
+    olds = [(_at(checkpoint, path), new) for path, new in news.items()]
+    done = {id(old): new for old, new in olds}
+
+    def placed(value: Any) -> Any:
+        if id(value) in done:
+            return done[id(value)]
+        done[id(value)] = value  # which a cycle may lead to again
+        if isinstance(value, dict):
+            for key, one in value.items():
+                value[key] = placed(one)
+        elif isinstance(value, list):
+            value[:] = map(placed, value)
+        elif isinstance(value, tuple):
+            inner = [placed(one) for one in value]
+            if any(x is not y for x, y in zip(inner, value, strict=True)):
+                done[id(value)] = type(value)(inner)
+        return done[id(value)]
+
+    return placed(checkpoint)
+
+
+def _at(checkpoint: Any, path: tuple[Any, ...]) -> Any:
+    for key in path:
+        checkpoint = checkpoint[key]
+    return checkpoint
 
 
 def tensors(value: Any) -> Iterator[Tensor]:

@@ -32,6 +32,7 @@ from .checkpoints import Found
 from .errors import Refused, plural, sentence
 
 TORCH = "torch.optim"
+THEIRS = ("float32", "dynamic8")  # the formats of bitsandbytes
 OPTIONS = {"SGD": {"momentum": 0.9}, "LARS": {"momentum": 0.9}}  # which keep nothing without
 # What the groups of torch.optim's classes have that those of the others have not.
 TELLING = {
@@ -228,7 +229,8 @@ def convert(
         target: the file to write, which must not exist.
         to: "torch", "bitsandbytes" or "lowbit".
         name: the optimizer, where its state does not say.
-        format: of the moments of "lowbit" and "bitsandbytes"; None for the one that they are in.
+        format: of the moments of "lowbit", and of "bitsandbytes" where it has it; None for the one
+            that they are in.
         layout: of bitsandbytes: "flat" or "nested".
 
     Returns:
@@ -274,6 +276,11 @@ def _check_request(source: Path, target: Path, to: str, format: str | None, layo
     if format is not None and to == "torch":
         raise Refused(
             f"--format {format} would round what --to torch writes: torch.optim keeps numbers"
+        )
+    if format is not None and to == "bitsandbytes" and format not in THEIRS:
+        raise Refused(
+            f"--format {format} would round what --to bitsandbytes codes again: bitsandbytes has "
+            f"{' and '.join(THEIRS)}"
         )
     if layout != "flat" and to != "bitsandbytes":
         raise Refused(f"--layout is of --to bitsandbytes; got {layout!r} with --to {to}")

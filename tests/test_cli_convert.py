@@ -149,6 +149,15 @@ def test_a_sum_whose_shape_nobody_knows_is_refused(tmp_path):
     assert "has parameters without state, which torch.optim.Adagrad has from the start" in said
 
 
+@pytest.mark.parametrize("format", ["ratio8", "ratio4"])
+def test_a_format_that_bitsandbytes_lacks_is_refused(tmp_path, format):
+    run = saved(tmp_path / "run.pt", stepped(lowbit_optim.AdamW8bit, "AdamW"))
+    out = tmp_path / "out.pt"
+    said = refused("convert", run, out, "--to", "bitsandbytes", "--format", format)
+    assert "bitsandbytes has float32 and dynamic8" in said
+    assert not out.exists()
+
+
 @pytest.mark.filterwarnings("ignore:.*(single process|no_dist)")
 def test_a_dcp_folder_is_made_a_file_first(tmp_path):
     _, _, state = rebuilt(tmp_path / "run.pt")
