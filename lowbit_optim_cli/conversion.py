@@ -245,7 +245,7 @@ def convert(
     if not found:
         raise Refused(f"{source} has no optimizer's state, with 'state' and 'param_groups'")
     checkpoints.require_dense([one.state_dict for one in found], source, whole=True)
-    said = []
+    said, news = [], {}
     for one in found:
         own = named_family(name) if name else family(one.state_dict)
         if own not in FAMILIES:
@@ -253,10 +253,9 @@ def convert(
                 f"{one.where} is of {library(one.state_dict)} and does not say of which "
                 "optimizer; name it, as in --optimizer AdamW"
             )
-        new, lines = _converted(one, own, to, format, layout)
-        checkpoint = checkpoints.replaced(checkpoint, one.path, new)
+        news[one.path], lines = _converted(one, own, to, format, layout)
         said += lines
-    _write(checkpoint, target)
+    _write(checkpoints.replace(checkpoint, news), target)
     return said
 
 

@@ -149,6 +149,22 @@ def test_a_sum_whose_shape_nobody_knows_is_refused(tmp_path):
     assert "has parameters without state, which torch.optim.Adagrad has from the start" in said
 
 
+def test_a_state_that_a_file_holds_twice_is_converted_at_both_places(tmp_path):
+    optimizer = stepped(lowbit_optim.AdamW8bit, "AdamW")
+    state = optimizer.state_dict()
+    beside = {"states": [state, {}], "pairs": [("main", state)], "numbers": (1, 2)}
+    beside["again"] = beside  # as no framework has it
+    torch.save({"optimizer": state, "beside": beside}, tmp_path / "run.pt")
+    new = converted(tmp_path / "run.pt", tmp_path / "new.pt", "--to", "torch")
+    assert_equal(new, lowbit_optim.to_torch_state_dict(optimizer))
+    beside = torch.load(tmp_path / "new.pt", weights_only=True)["beside"]
+    assert beside["again"] is beside
+    assert beside["numbers"] == (1, 2)
+    first, second = beside["states"][0], beside["pairs"][0][1]
+    assert first is second
+    assert_equal(first, new)
+
+
 @pytest.mark.parametrize("format", ["ratio8", "ratio4"])
 def test_a_format_that_bitsandbytes_lacks_is_refused(tmp_path, format):
     run = saved(tmp_path / "run.pt", stepped(lowbit_optim.AdamW8bit, "AdamW"))
