@@ -118,7 +118,7 @@ def _optimizers(value: Any, path: tuple[Any, ...], seen: set[int]) -> Iterator[F
     seen.add(id(value))
     if isinstance(value, Mapping):
         if isinstance(value.get("state"), Mapping) and isinstance(value.get("param_groups"), list):
-            yield Found(path, dict(value))
+            yield Found(path, _numbered(value))
             return
         entries: Any = value.items()
     elif isinstance(value, (list, tuple)):
@@ -127,6 +127,17 @@ def _optimizers(value: Any, path: tuple[Any, ...], seen: set[int]) -> Iterator[F
         return
     for key, one in entries:
         yield from _optimizers(one, (*path, key), seen)
+
+
+def _numbered(state_dict: Mapping[str, Any]) -> dict[str, Any]:
+    """A state dict whose state goes by the groups' numbers, of which DCP makes strings."""
+    groups = [group for group in state_dict["param_groups"] if isinstance(group, Mapping)]
+    params = [group["params"] for group in groups if isinstance(group.get("params"), list)]
+    numbers = {str(i): i for of_group in params for i in of_group if type(i) is int}
+    state = state_dict["state"]
+    if state.keys() <= numbers.keys():
+        state = {numbers[key]: one for key, one in state.items()}
+    return {**state_dict, "state": state}
 
 
 def replace(checkpoint: Any, news: Mapping[tuple[Any, ...], Any]) -> Any:

@@ -183,3 +183,17 @@ def test_a_dcp_folder_is_made_a_file_first(tmp_path):
     dcp_to_torch_save(folder, file)
     same = converted(file, new, "--to", "lowbit", "--optimizer", "LAMB")
     assert_equal(same["state"], dict(state["state"]))
+
+
+@pytest.mark.filterwarnings("ignore:.*(single process|no_dist)")
+@pytest.mark.parametrize("cls", [lowbit_optim.AdamW8bit, torch.optim.AdamW])
+def test_numbers_of_parameters_that_dcp_made_strings_of_are_numbers_again(tmp_path, cls):
+    optimizer = stepped(cls, "AdamW")
+    folder, file = tmp_path / "folder", tmp_path / "file.pt"
+    checkpoint.save({"optimizer": optimizer.state_dict()}, checkpoint_id=folder)
+    dcp_to_torch_save(folder, file)
+    assert "0" in torch.load(file, weights_only=True)["optimizer"]["state"]
+    new = converted(file, tmp_path / "new.pt", "--to", "lowbit")
+    plain = saved(tmp_path / "plain.pt", optimizer)
+    same = converted(plain, tmp_path / "same.pt", "--to", "lowbit")
+    assert_equal(new, same)
