@@ -34,6 +34,8 @@ from .errors import Refused, plural, sentence
 TORCH = "torch.optim"
 THEIRS = ("float32", "dynamic8")  # the formats of bitsandbytes
 OPTIONS = {"SGD": {"momentum": 0.9}, "LARS": {"momentum": 0.9}}  # which keep nothing without
+# The settings that decide which moments there are.
+DECIDING = {"SGD": ("momentum",), "LARS": ("momentum",), "RMSprop": ("momentum", "centered")}
 # What the groups of torch.optim's classes have that those of the others have not.
 TELLING = {
     "SGD": {"momentum", "dampening", "nesterov"},
@@ -107,7 +109,7 @@ def rebuilt(found: Found, name: str, format: str | None = None) -> LowBitOptimiz
     try:
         _checkpoint.check_groups(state_dict["param_groups"])
         groups = [
-            {"params": params, **_storage(state_dict, group, format)}
+            {"params": params, **_storage(state_dict, group, name, format)}
             for group, params in zip(
                 state_dict["param_groups"], _parameters(state_dict, name), strict=True
             )
@@ -122,7 +124,7 @@ def rebuilt(found: Found, name: str, format: str | None = None) -> LowBitOptimiz
 
 
 def _storage(
-    state_dict: Mapping[str, Any], group: Mapping[str, Any], format: str | None
+    state_dict: Mapping[str, Any], group: Mapping[str, Any], name: str, format: str | None
 ) -> dict[str, Any]:
     """How a group's moments are kept: as asked, as its own library says, or as they are."""
     of = library(state_dict)
@@ -130,7 +132,9 @@ def _storage(
     kept = {key: group[key] for key in ours if key in group}
     if format is not None:
         kept.pop("optim_bits", None)  # which the format decides
-        return {**kept, "state_format": format}
+        # The format is checked before the state is read, against the moments of these settings.
+        deciding = {key: group[key] for key in DECIDING.get(name, ()) if key in group}
+        return {**kept, **OPTIONS.get(name, {}), **deciding, "state_format": format}
     if kept:
         return kept
     return {"state_format": _foreign_format(state_dict["state"], of)}

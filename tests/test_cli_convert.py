@@ -149,6 +149,22 @@ def test_a_sum_whose_shape_nobody_knows_is_refused(tmp_path):
     assert "has parameters without state, which torch.optim.Adagrad has from the start" in said
 
 
+@pytest.mark.parametrize(
+    ("cls", "options", "moments"),
+    [
+        (lowbit_optim.SGD8bit, {"momentum": 0.9}, "momentum_buffer"),
+        (torch.optim.SGD, {"momentum": 0.9}, "momentum_buffer"),
+        (lowbit_optim.SGD, {"momentum": 0}, "none"),
+        (lowbit_optim.RMSprop, {"centered": True}, "variance, grad_avg"),
+    ],
+)
+def test_a_format_is_refused_by_the_moments_that_there_are(tmp_path, cls, options, moments):
+    run = saved(tmp_path / "run.pt", stepped(cls, "", **options))
+    of = "--optimizer", cls.__name__
+    said = refused("convert", run, tmp_path / "new.pt", "--to", "lowbit", "--format", "ratio4", *of)
+    assert said.endswith(f"its moments are {moments}")
+
+
 def test_a_state_that_a_file_holds_twice_is_converted_at_both_places(tmp_path):
     optimizer = stepped(lowbit_optim.AdamW8bit, "AdamW")
     state = optimizer.state_dict()
