@@ -15,7 +15,7 @@ from rich.console import Console
 from rich.measure import Measurement
 from rich.table import Table
 
-from .errors import Refused
+from .errors import Refused, plural
 from .footprint import Footprint, Layout, Model, footprint
 from .optimizers import ROLES, layouts
 
@@ -188,7 +188,7 @@ def _table(model: Model, rows: Sequence[Row], shards: int, wide: bool) -> Table:
         return "-" if value is None else f"{value / size:.3f}"
 
     first = rows[0].whole
-    title = f"{model.source}: {model.parameters:,} parameters, in {unit}"
+    title = f"{model.source}: {plural(model.parameters, 'parameter')}, in {unit}"
     if not wide:
         title += f"; weights {cell(first.weights)}, gradients {cell(first.gradients)}"
     table = Table(title=title, box=box.SIMPLE_HEAD, padding=(0, 1 if wide else 0, 0, 0))

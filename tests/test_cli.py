@@ -192,6 +192,7 @@ def test_compare_shows_a_table():
     result = run("compare", "-o", "Lion", "--steps", "1")
     assert result.exit_code == 0, result.output
     assert "Lion8bit" in result.stdout
+    assert "1 step of one model" in " ".join(result.stdout.split())
     assert "unknown optimizer 'Lyon'; did you mean Lion" in refused("compare", "-o", "Lyon")
 
 

@@ -10,6 +10,7 @@ pytest.importorskip("rich")
 from rich.console import Console
 
 from lowbit_optim_cli import estimate, models
+from test_cli_estimate import run
 
 
 def lines(width, shards, *optimizers):
@@ -47,3 +48,7 @@ def test_a_narrow_terminal_has_weights_and_gradients_in_the_title():
     table = lines(80, 1, "AdamW8bit")[1]
     assert "weights 335.544, gradients 335.544" in " ".join(" ".join(table).split())
     assert max(map(len, table)) <= 80
+
+
+def test_one_is_no_plural():
+    assert "1 shape: 1 parameter, in MB" in run("estimate", "1").stdout
