@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from enum import Enum
 from pathlib import Path
 from typing import Annotated, Any
@@ -64,25 +66,42 @@ Train a small model from one start with 32-, 8- and 4-bit state, side by side.
 """
 
 
+@contextmanager
+def one_sentence() -> Iterator[None]:
+    """Say in a sentence what is refused, and exit with code 2."""
+    try:
+        yield
+    except Refused as error:
+        said = str(error)
+    except BrokenPipeError:  # whoever reads has enough, which typer ends with
+        raise
+    except OSError as error:
+        said = f"{error.filename}: {error.strerror}" if error.filename else str(error)
+    except UsageError as error:
+        # The lines of choices are one, and the words in front of a reason are pydantic's.
+        said = " ".join(error.format_message().split()).replace(": Value error, ", ": ")
+    except (MemoryError, RecursionError) as error:
+        said = f"the input is too large ({type(error).__name__})"
+    else:
+        return
+    typer.echo(f"lowbit-optim: {said}", err=True)
+    raise typer.Exit(2)
+
+
 class Group(TyperGroup):
     """Commands whose refusals are one sentence and exit code 2."""
 
+    def make_context(self, info_name: Any, args: list[str], *more: Any, **extra: Any) -> Any:
+        """Parse the options before the command; without arguments there is help."""
+        if not args:
+            return super().make_context(info_name, args, *more, **extra)
+        with one_sentence():
+            return super().make_context(info_name, args, *more, **extra)
+
     def invoke(self, ctx: Any) -> Any:
         """Run a command."""
-        try:
+        with one_sentence():
             return super().invoke(ctx)
-        except Refused as error:
-            said = str(error)
-        except BrokenPipeError:  # whoever reads has enough, which typer ends with
-            raise
-        except OSError as error:
-            said = f"{error.filename}: {error.strerror}" if error.filename else str(error)
-        except UsageError as error:
-            said = error.format_message()
-        except (MemoryError, RecursionError) as error:
-            said = f"the input is too large ({type(error).__name__})"
-        typer.echo(f"lowbit-optim: {said}", err=True)
-        raise typer.Exit(2)
 
 
 app = typer.Typer(
@@ -136,6 +155,25 @@ def console() -> Console:
     """What results are printed on, as they are; wide enough for a table where it is no terminal."""
     width = None if Console().is_terminal else 200
     return Console(width=width, markup=False, highlight=False)
+
+
+def _print_version(asked: bool) -> None:
+    """Print the version, and end."""
+    if asked:
+        import lowbit_optim
+
+        typer.echo(f"lowbit_optim {lowbit_optim.__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def common(
+    version: Annotated[
+        bool,
+        typer.Option("--version", help="print the version", callback=_print_version, is_eager=True),
+    ] = False,
+) -> None:
+    """Options before the command."""
 
 
 @app.command(help=ESTIMATE)

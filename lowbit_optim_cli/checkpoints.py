@@ -118,7 +118,7 @@ def _optimizers(value: Any, path: tuple[Any, ...], seen: set[int]) -> Iterator[F
     seen.add(id(value))
     if isinstance(value, Mapping):
         if isinstance(value.get("state"), Mapping) and isinstance(value.get("param_groups"), list):
-            yield Found(path, dict(value))
+            yield Found(path, _numbered(value))
             return
         entries: Any = value.items()
     elif isinstance(value, (list, tuple)):
@@ -129,15 +129,52 @@ def _optimizers(value: Any, path: tuple[Any, ...], seen: set[int]) -> Iterator[F
         yield from _optimizers(one, (*path, key), seen)
 
 
-def replaced(checkpoint: Any, path: tuple[Any, ...], new: Any) -> Any:
-    """A checkpoint with what a path leads to replaced; the checkpoint itself is not changed."""
-    if not path:
-        return new
-    key, *rest = path
-    inner = replaced(checkpoint[key], tuple(rest), new)
-    if isinstance(checkpoint, Mapping):
-        return {**checkpoint, key: inner}
-    return type(checkpoint)(inner if i == key else x for i, x in enumerate(checkpoint))
+def _numbered(state_dict: Mapping[str, Any]) -> dict[str, Any]:
+    """A state dict whose state goes by the groups' numbers, of which DCP makes strings."""
+    groups = [group for group in state_dict["param_groups"] if isinstance(group, Mapping)]
+    params = [group["params"] for group in groups if isinstance(group.get("params"), list)]
+    numbers = {str(i): i for of_group in params for i in of_group if type(i) is int}
+    state = state_dict["state"]
+    if state.keys() <= numbers.keys():
+        state = {numbers[key]: one for key, one in state.items()}
+    return {**state_dict, "state": state}
+
+
+def replace(checkpoint: Any, news: Mapping[tuple[Any, ...], Any]) -> Any:
+    """Put other values in the places of some in a checkpoint, wherever these are.
+
+    Args:
+        checkpoint: its dicts and lists are changed.
+        news: what takes the place of that which a path leads to.
+
+    Returns:
+        The checkpoint, or what has taken its place.
+    """
+    olds = [(_at(checkpoint, path), new) for path, new in news.items()]
+    done = {id(old): new for old, new in olds}
+
+    def placed(value: Any) -> Any:
+        if id(value) in done:
+            return done[id(value)]
+        done[id(value)] = value  # which a cycle may lead to again
+        if isinstance(value, dict):
+            for key, one in value.items():
+                value[key] = placed(one)
+        elif isinstance(value, list):
+            value[:] = map(placed, value)
+        elif isinstance(value, tuple):
+            inner = [placed(one) for one in value]
+            if any(x is not y for x, y in zip(inner, value, strict=True)):
+                done[id(value)] = type(value)(inner)
+        return done[id(value)]
+
+    return placed(checkpoint)
+
+
+def _at(checkpoint: Any, path: tuple[Any, ...]) -> Any:
+    for key in path:
+        checkpoint = checkpoint[key]
+    return checkpoint
 
 
 def tensors(value: Any) -> Iterator[Tensor]:

@@ -25,6 +25,7 @@ import lowbit_optim
 
 from .checkpoints import tensor_bytes
 from .conversion import OPTIONS, named_family
+from .errors import plural
 from .optimizers import BITS, own_layouts
 
 SYMBOLS, WIDTH, BATCH = 32, 256, 256
@@ -161,8 +162,9 @@ def as_json(results: Sequence[Result]) -> str:
 
 def show(console: Console, results: Sequence[Result], steps: int) -> None:
     """Print the table."""
-    title = f"{steps} steps of one model, start and batches; a uniform guess has a loss of "
-    table = Table("optimizer", "format", title=f"{title}{math.log(SYMBOLS):.3f}")
+    title = f"{plural(steps, 'step')} of one model, start and batches"
+    guess = f"a uniform guess has a loss of {math.log(SYMBOLS):.3f}"
+    table = Table("optimizer", "format", title=f"{title}; {guess}")
     for column in ("loss", "state, bytes per parameter", "ms per step"):
         table.add_column(column, justify="right")
     for one in results:

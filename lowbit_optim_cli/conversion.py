@@ -7,6 +7,7 @@ itself, so an optimizer is rebuilt whose parameters have shapes and no memory.
 from __future__ import annotations
 
 import difflib
+import os
 import re
 import tempfile
 import warnings
@@ -28,10 +29,13 @@ from lowbit_optim_kernels.weights import RESIDUAL_KEY
 
 from . import checkpoints
 from .checkpoints import Found
-from .errors import Refused, plural
+from .errors import Refused, plural, sentence
 
 TORCH = "torch.optim"
+THEIRS = ("float32", "dynamic8")  # the formats of bitsandbytes
 OPTIONS = {"SGD": {"momentum": 0.9}, "LARS": {"momentum": 0.9}}  # which keep nothing without
+# The settings that decide which moments there are.
+DECIDING = {"SGD": ("momentum",), "LARS": ("momentum",), "RMSprop": ("momentum", "centered")}
 # What the groups of torch.optim's classes have that those of the others have not.
 TELLING = {
     "SGD": {"momentum", "dampening", "nesterov"},
@@ -105,7 +109,7 @@ def rebuilt(found: Found, name: str, format: str | None = None) -> LowBitOptimiz
     try:
         _checkpoint.check_groups(state_dict["param_groups"])
         groups = [
-            {"params": params, **_storage(state_dict, group, format)}
+            {"params": params, **_storage(state_dict, group, name, format)}
             for group, params in zip(
                 state_dict["param_groups"], _parameters(state_dict, name), strict=True
             )
@@ -120,7 +124,7 @@ def rebuilt(found: Found, name: str, format: str | None = None) -> LowBitOptimiz
 
 
 def _storage(
-    state_dict: Mapping[str, Any], group: Mapping[str, Any], format: str | None
+    state_dict: Mapping[str, Any], group: Mapping[str, Any], name: str, format: str | None
 ) -> dict[str, Any]:
     """How a group's moments are kept: as asked, as its own library says, or as they are."""
     of = library(state_dict)
@@ -128,7 +132,9 @@ def _storage(
     kept = {key: group[key] for key in ours if key in group}
     if format is not None:
         kept.pop("optim_bits", None)  # which the format decides
-        return {**kept, "state_format": format}
+        # The format is checked before the state is read, against the moments of these settings.
+        deciding = {key: group[key] for key in DECIDING.get(name, ()) if key in group}
+        return {**kept, **OPTIONS.get(name, {}), **deciding, "state_format": format}
     if kept:
         return kept
     return {"state_format": _foreign_format(state_dict["state"], of)}
@@ -227,7 +233,8 @@ def convert(
         target: the file to write, which must not exist.
         to: "torch", "bitsandbytes" or "lowbit".
         name: the optimizer, where its state does not say.
-        format: of the moments of "lowbit" and "bitsandbytes"; None for the one that they are in.
+        format: of the moments of "lowbit", and of "bitsandbytes" where it has it; None for the one
+            that they are in.
         layout: of bitsandbytes: "flat" or "nested".
 
     Returns:
@@ -242,7 +249,7 @@ def convert(
     if not found:
         raise Refused(f"{source} has no optimizer's state, with 'state' and 'param_groups'")
     checkpoints.require_dense([one.state_dict for one in found], source, whole=True)
-    said = []
+    said, news = [], {}
     for one in found:
         own = named_family(name) if name else family(one.state_dict)
         if own not in FAMILIES:
@@ -250,16 +257,15 @@ def convert(
                 f"{one.where} is of {library(one.state_dict)} and does not say of which "
                 "optimizer; name it, as in --optimizer AdamW"
             )
-        new, lines = _converted(one, own, to, format, layout)
-        checkpoint = checkpoints.replaced(checkpoint, one.path, new)
+        news[one.path], lines = _converted(one, own, to, format, layout)
         said += lines
-    _write(checkpoint, target)
+    _write(checkpoints.replace(checkpoint, news), target)
     return said
 
 
 def _check_request(source: Path, target: Path, to: str, format: str | None, layout: str) -> None:
     """Refuse what needs no reading of the file to be refused."""
-    if target.exists():
+    if os.path.lexists(target):  # which a link to nothing does, too
         raise Refused(f"{target} exists; name a file that does not")
     if source.is_dir():
         raise Refused(
@@ -273,6 +279,11 @@ def _check_request(source: Path, target: Path, to: str, format: str | None, layo
     if format is not None and to == "torch":
         raise Refused(
             f"--format {format} would round what --to torch writes: torch.optim keeps numbers"
+        )
+    if format is not None and to == "bitsandbytes" and format not in THEIRS:
+        raise Refused(
+            f"--format {format} would round what --to bitsandbytes codes again: bitsandbytes has "
+            f"{' and '.join(THEIRS)}"
         )
     if layout != "flat" and to != "bitsandbytes":
         raise Refused(f"--layout is of --to bitsandbytes; got {layout!r} with --to {to}")
@@ -324,8 +335,26 @@ def _renamed(new: Mapping[str, Any], old: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _write(value: Any, target: Path) -> None:
-    """Write a file whole or not at all."""
-    with tempfile.TemporaryDirectory(dir=target.parent) as folder:
-        whole = Path(folder, target.name)
-        torch.save(value, whole)
-        whole.replace(target)
+    """Write a file whole or not at all.
+
+    Raises:
+        Refused: if it cannot be written, with what the system says of it.
+    """
+    try:
+        with tempfile.TemporaryDirectory(dir=target.parent) as folder:
+            whole = Path(folder, target.name)
+            with whole.open("wb") as file:  # given a name, torch would not say why it fails
+                torch.save(value, file)
+            whole.replace(target)
+    except (OSError, RuntimeError) as error:
+        raise Refused(f"{target} cannot be written: {_reason(error)}") from None
+
+
+def _reason(error: BaseException) -> str:
+    """Why a file cannot be written: torch raises an error of its own upon that of the system."""
+    cause: BaseException | None = error
+    while cause is not None:
+        if isinstance(cause, OSError) and cause.strerror:
+            return cause.strerror
+        cause = cause.__context__
+    return sentence(error)

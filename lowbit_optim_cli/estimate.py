@@ -12,16 +12,17 @@ from typing import Any
 
 from rich import box
 from rich.console import Console
+from rich.measure import Measurement
 from rich.table import Table
 
-from .errors import Refused
+from .errors import Refused, plural
 from .footprint import Footprint, Layout, Model, footprint
 from .optimizers import ROLES, layouts
 
 CARDS = (16, 24, 48, 80)  # GB of 10^9 bytes, which no card of that name has less than
 MARKS = {"whole": "yes", "released": "rel.", None: "-"}
+ANY = 1000  # characters, of which no table has so many
 FIRST = 10  # rows that `--gpu` prints
-WIDE = 150  # characters of a table with all columns
 UNITS = {"": 1e9, "MB": 1e6, "GB": 1e9, "TB": 1e12, "MIB": 1 << 20, "GIB": 1 << 30, "TIB": 1 << 40}
 SIZE = re.compile(r"([0-9]+(?:\.[0-9]+)?) *([MGT]i?B)?", re.IGNORECASE)
 
@@ -163,23 +164,36 @@ def show(
 ) -> None:
     """Print the table and what has to be known of it.
 
-    Weights and gradients, which are the same in all rows, are left to the title of a terminal that
-    is not wide enough.
+    Where not even the narrow table fits, its lines are left to the terminal to wrap: each number is
+    whole.
+    """
+    for wide in (True, False):
+        table = _table(model, rows, shards, wide)
+        table.width = Measurement.get(console, console.options.update(width=ANY), table).maximum
+        if table.width <= console.width:
+            break
+    console.print(table, crop=False)
+    for line in (*legend(model, rows, shards), *activations):
+        console.print(line)
+
+
+def _table(model: Model, rows: Sequence[Row], shards: int, wide: bool) -> Table:
+    """The table, wide with all columns.
+
+    A narrow one leaves weights and gradients, which are the same in all rows, to its title.
     """
     unit, size = ("GB", 1e9) if max(row.whole.sum for row in rows) >= 1e9 else ("MB", 1e6)
 
     def cell(value: int | None) -> str:
         return "-" if value is None else f"{value / size:.3f}"
 
-    wide = console.width >= WIDE
     first = rows[0].whole
-    title = f"{model.source}: {model.parameters:,} parameters, in {unit}"
+    title = f"{model.source}: {plural(model.parameters, 'parameter')}, in {unit}"
     if not wide:
         title += f"; weights {cell(first.weights)}, gradients {cell(first.gradients)}"
     table = Table(title=title, box=box.SIMPLE_HEAD, padding=(0, 1 if wide else 0, 0, 0))
-    table.add_column("optimizer", no_wrap=True)
-    table.add_column("format", no_wrap=True)
-    table.add_column("bits")
+    for column in ("optimizer", "format", "bits"):
+        table.add_column(column, no_wrap=True)
     numbers = ["weights", "gradients", "released"] if wide else []
     numbers += ["state", "residual", "sum", "released"]
     numbers += ["per rank", "released"] if shards > 1 else []
@@ -193,9 +207,7 @@ def show(
             name = f" {layout.name}{'*' if layout.documented else ''}"
             marks = (MARKS[row.fits(card * 1e9)] for card in CARDS)
             table.add_row(name, layout.format, str(layout.bits or "-"), *cells, *marks)
-    console.print(table)
-    for line in (*legend(model, rows, shards), *activations):
-        console.print(line)
+    return table
 
 
 def _values(row: Row, wide: bool, shards: int) -> list[int | None]:

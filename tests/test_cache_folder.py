@@ -96,6 +96,21 @@ def test_a_folder_that_was_asked_for_and_cannot_be_made(home, tmp_path, monkeypa
         assert home() == used
 
 
+def test_a_tilde_is_the_home(home, tmp_path, monkeypatch):
+    """Which no shell has put in its place where quotes or a configuration hold it."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv(VARIABLE, "~/kept")
+    assert home() == tmp_path / "home" / "kept"
+    assert not (tmp_path / "~").exists()
+
+
+def test_nobodys_home_is_not_used(home, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv(VARIABLE, "~no_such_user_anywhere/kept")
+    with pytest.warns(RuntimeWarning, match=f"{VARIABLE}=~no_such_user_anywhere/kept is not used"):
+        assert home() == tmp_path / "home" / ".cache" / "lowbit_optim"
+
+
 @MODES
 @pytest.mark.parametrize("variable", [VARIABLE, "XDG_CACHE_HOME"])
 @pytest.mark.parametrize("where", [".", ".."])

@@ -16,6 +16,7 @@ pytest.importorskip("rich")
 
 from typer import testing
 
+import lowbit_optim
 import lowbit_optim_cli
 from lowbit_optim_cli import comparison, models
 from lowbit_optim_cli.app import app
@@ -99,6 +100,28 @@ def test_usage_errors_are_one_sentence():
     assert "--shards" in refused("estimate", "4x4", "--shards", "many")
     for path in ("nowhere.pt", os.devnull):
         assert "there is no file or folder" in refused("inspect", path)
+    assert "No such option: --nothing" in refused("--nothing", "estimate", "4x4")
+    assert refused("convert", "in.pt", "out.pt").endswith(
+        "Missing option '--to'. Choose from: torch, bitsandbytes, lowbit"
+    )
+    assert refused("estimate", "4x4", "--dtype", "fp64").endswith(
+        "Invalid value for '--dtype': 'fp64' is not one of 'bf16', 'fp32', 'fp16'."
+    )
+
+
+def test_the_version_is_the_package_s():
+    for more in ((), ("estimate", "64xx")):
+        result = run("--version", *more)
+        assert (result.exit_code, result.stdout) == (
+            0,
+            f"lowbit_optim {lowbit_optim.__version__}\n",
+        )
+
+
+def test_without_arguments_there_is_help():
+    result = run()
+    assert "Usage" in result.output
+    assert "lowbit-optim: " not in result.output
 
 
 def test_a_reader_that_has_enough_is_told_nothing():
@@ -169,6 +192,7 @@ def test_compare_shows_a_table():
     result = run("compare", "-o", "Lion", "--steps", "1")
     assert result.exit_code == 0, result.output
     assert "Lion8bit" in result.stdout
+    assert "1 step of one model" in " ".join(result.stdout.split())
     assert "unknown optimizer 'Lyon'; did you mean Lion" in refused("compare", "-o", "Lyon")
 
 

@@ -149,6 +149,47 @@ def test_a_sum_whose_shape_nobody_knows_is_refused(tmp_path):
     assert "has parameters without state, which torch.optim.Adagrad has from the start" in said
 
 
+@pytest.mark.parametrize(
+    ("cls", "options", "moments"),
+    [
+        (lowbit_optim.SGD8bit, {"momentum": 0.9}, "momentum_buffer"),
+        (torch.optim.SGD, {"momentum": 0.9}, "momentum_buffer"),
+        (lowbit_optim.SGD, {"momentum": 0}, "none"),
+        (lowbit_optim.RMSprop, {"centered": True}, "variance, grad_avg"),
+    ],
+)
+def test_a_format_is_refused_by_the_moments_that_there_are(tmp_path, cls, options, moments):
+    run = saved(tmp_path / "run.pt", stepped(cls, "", **options))
+    of = "--optimizer", cls.__name__
+    said = refused("convert", run, tmp_path / "new.pt", "--to", "lowbit", "--format", "ratio4", *of)
+    assert said.endswith(f"its moments are {moments}")
+
+
+def test_a_state_that_a_file_holds_twice_is_converted_at_both_places(tmp_path):
+    optimizer = stepped(lowbit_optim.AdamW8bit, "AdamW")
+    state = optimizer.state_dict()
+    beside = {"states": [state, {}], "pairs": [("main", state)], "numbers": (1, 2)}
+    beside["again"] = beside  # as no framework has it
+    torch.save({"optimizer": state, "beside": beside}, tmp_path / "run.pt")
+    new = converted(tmp_path / "run.pt", tmp_path / "new.pt", "--to", "torch")
+    assert_equal(new, lowbit_optim.to_torch_state_dict(optimizer))
+    beside = torch.load(tmp_path / "new.pt", weights_only=True)["beside"]
+    assert beside["again"] is beside
+    assert beside["numbers"] == (1, 2)
+    first, second = beside["states"][0], beside["pairs"][0][1]
+    assert first is second
+    assert_equal(first, new)
+
+
+@pytest.mark.parametrize("format", ["ratio8", "ratio4"])
+def test_a_format_that_bitsandbytes_lacks_is_refused(tmp_path, format):
+    run = saved(tmp_path / "run.pt", stepped(lowbit_optim.AdamW8bit, "AdamW"))
+    out = tmp_path / "out.pt"
+    said = refused("convert", run, out, "--to", "bitsandbytes", "--format", format)
+    assert "bitsandbytes has float32 and dynamic8" in said
+    assert not out.exists()
+
+
 @pytest.mark.filterwarnings("ignore:.*(single process|no_dist)")
 def test_a_dcp_folder_is_made_a_file_first(tmp_path):
     _, _, state = rebuilt(tmp_path / "run.pt")
@@ -158,3 +199,17 @@ def test_a_dcp_folder_is_made_a_file_first(tmp_path):
     dcp_to_torch_save(folder, file)
     same = converted(file, new, "--to", "lowbit", "--optimizer", "LAMB")
     assert_equal(same["state"], dict(state["state"]))
+
+
+@pytest.mark.filterwarnings("ignore:.*(single process|no_dist)")
+@pytest.mark.parametrize("cls", [lowbit_optim.AdamW8bit, torch.optim.AdamW])
+def test_numbers_of_parameters_that_dcp_made_strings_of_are_numbers_again(tmp_path, cls):
+    optimizer = stepped(cls, "AdamW")
+    folder, file = tmp_path / "folder", tmp_path / "file.pt"
+    checkpoint.save({"optimizer": optimizer.state_dict()}, checkpoint_id=folder)
+    dcp_to_torch_save(folder, file)
+    assert "0" in torch.load(file, weights_only=True)["optimizer"]["state"]
+    new = converted(file, tmp_path / "new.pt", "--to", "lowbit")
+    plain = saved(tmp_path / "plain.pt", optimizer)
+    same = converted(plain, tmp_path / "same.pt", "--to", "lowbit")
+    assert_equal(new, same)

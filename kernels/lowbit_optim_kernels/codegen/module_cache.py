@@ -65,17 +65,17 @@ def _default_folders() -> Iterator[Path]:
 def cache_folder() -> Path | None:
     """A private folder that compiled code is kept in, made if need be; None if there is none.
 
-    `LOWBIT_OPTIM_CACHE_DIR`, else `$XDG_CACHE_HOME/lowbit_optim` or `~/.cache/lowbit_optim`, else a
-    folder in the system's temporary directory. One that cannot be made, or that is not private, is
-    passed over; so is a default that cannot be written. Warns if that was asked for by name, if it
-    was not private, and if nothing is left.
+    `LOWBIT_OPTIM_CACHE_DIR`, in which `~` is the user's home, else `$XDG_CACHE_HOME/lowbit_optim`
+    or `~/.cache/lowbit_optim`, else a folder in the system's temporary directory. One that cannot
+    be made, or that is not private, is passed over; so is a default that cannot be written. Warns
+    if that was asked for by name, if it was not private, and if nothing is left.
     """
     refused: list[str] = []
     named = os.environ.get(CACHE_VARIABLE)
     if named:
         try:
-            return private_folder(Path(named))
-        except OSError as error:
+            return private_folder(Path(named).expanduser())
+        except (OSError, RuntimeError) as error:  # the latter: nobody's home
             refused.append(f"{CACHE_VARIABLE}={named} is not used ({error})")
     quiet = not refused
     chosen = None
