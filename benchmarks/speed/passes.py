@@ -21,15 +21,14 @@ from rich.table import Table
 
 from benchmarks.common import arguments, measure, registry, report, tables, verify
 from benchmarks.static import traffic
+from lowbit_optim_kernels.engines.numba import job, vector
 from lowbit_optim_kernels.engines.numba import threads as numba_threads
-from lowbit_optim_kernels.engines.numba import vector
 from lowbit_optim_kernels.engines.numba.cache import CFunction
-from lowbit_optim_kernels.engines.numba.sweep import JOB
 
 LARGE, SMALL = 1 << 24, 64 * 256  # elements
 REPEATED = 64
-COUNT, WORK = 4, slice(5, JOB)  # words of a job
-CHUNKS, PARTIAL = 2, 5  # of its work: addresses of its chunks and of its partial sums
+COUNT, WORK, SHARE = job.COUNT // job.WORD, job.WORK // job.WORD, job.SHARE // job.WORD
+CHUNKS, PARTIAL = (at // job.WORD - WORK for at in (job.CHUNKS, job.PARTIAL))  # of its work
 
 
 @dataclass(frozen=True)
@@ -54,7 +53,7 @@ def _passes(optimizer: torch.optim.Optimizer) -> list[Pass]:
     (bucket,) = batch.tables.buckets
     (rows,) = batch.tables.sweep(1, True).parts
     return [
-        Pass(name, share, int(row[COUNT]), row[WORK].tolist())
+        Pass(name, share, int(row[COUNT]), row[WORK:SHARE].tolist())
         for (name, share), row in zip(bucket.passes.items(), rows, strict=True)
     ]
 

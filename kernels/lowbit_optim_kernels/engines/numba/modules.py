@@ -19,7 +19,7 @@ from ...rules import Rule
 from . import source
 from .cache import CFunction, c_function
 
-HELPERS = ("cache", "dither", "element", "inner", "memory", "scalar", "sweep", "vector")
+HELPERS = ("cache", "dither", "element", "inner", "job", "memory", "scalar", "sweep", "vector")
 
 
 @cache

@@ -273,18 +273,19 @@ def run_chunks():
 
 
 def read_job():
-    thread_number = read_i64(job + 0)
-    tickets = read_i64(job + 8)
-    threads = read_i64(job + 16)
-    each = read_i64(job + 24)
-    count = read_i64(job + 32)
+    thread_number = read_i64(job + JOB.NUMBER)
+    tickets = read_i64(job + JOB.TICKETS)
+    threads = read_i64(job + JOB.THREADS)
+    each = read_i64(job + JOB.EACH)
+    count = read_i64(job + JOB.COUNT)
 
 
 def run_pieces():
     this = number_of(thread_number) if thread_number != 0 else take(tickets)
     for turn in range(threads):
         owner = (this + turn) % threads
-        piece = take(tickets + 64 * (1 + owner))
+        ticket = tickets + JOB.TICKET * (1 + owner)
+        piece = take(ticket)
         while piece < each:
             k, pieces = owner * each + piece, threads * each
             lo, hi = count * k // pieces, count * (k + 1) // pieces
@@ -292,20 +293,20 @@ def run_pieces():
                 piece_function(lo, hi, *PIECE_ARGUMENTS)
             else:
                 run_chunks()
-            publish(tickets + 64 * (1 + owner) + 8, 1 << piece)
-            piece = take(tickets + 64 * (1 + owner))
+            publish(ticket + JOB.DONE, 1 << piece)
+            piece = take(ticket)
 
 
 def chunks_share(job):
     """All chunks of a pass."""
     read_job()
-    address = read_i64(job + 40)
-    geometry = read_i64(job + 48)
-    chunks = read_i64(job + 56)
-    hyper = read_i64(job + 64)
-    scalars = read_i64(job + 72)
+    address = read_i64(job + JOB.ADDRESS)
+    geometry = read_i64(job + JOB.GEOMETRY)
+    chunks = read_i64(job + JOB.CHUNKS)
+    hyper = read_i64(job + JOB.HYPER)
+    scalars = read_i64(job + JOB.SCALARS)
     if TERMS:
-        partial = read_i64(job + 80)
+        partial = read_i64(job + JOB.PARTIAL)
     scratch = stack(SCRATCH)
     if DITHERED or WEIGHTS_DITHERED:
         hashes = stack(HASHES)
@@ -326,14 +327,14 @@ def words_share(job):
 
 def read_tensors_job():
     """Tensors first..last."""
-    first = read_i64(job + 0)
-    last = read_i64(job + 8)
-    address = read_i64(job + 16)
-    geometry = read_i64(job + 24)
-    hyper = read_i64(job + 32)
-    scalars = read_i64(job + 40)
-    sums = read_i64(job + 48)
-    live = read_i64(job + 56) != 0
+    first = read_i64(job + JOB.FIRST)
+    last = read_i64(job + JOB.LAST)
+    address = read_i64(job + JOB.T_ADDRESS)
+    geometry = read_i64(job + JOB.T_GEOMETRY)
+    hyper = read_i64(job + JOB.T_HYPER)
+    scalars = read_i64(job + JOB.T_SCALARS)
+    sums = read_i64(job + JOB.T_SUMS)
+    live = read_i64(job + JOB.LIVE) != 0
 
 
 def compute_scalars():

@@ -13,10 +13,9 @@ import torch
 from ...codegen.analysis import hyper_names
 from ...plan import WEIGHT_BLOCK, Batch, G, Slot, address_columns
 from ...rules import Rule
-from . import modules, source
+from . import job, modules, source
 from . import threads as numba_threads
 from .cache import CFunction, c_function
-from .sweep import JOB, ROW
 
 KIND = {torch.float32: "f32", torch.bfloat16: "bf16", torch.float16: "f16"}
 CHUNK = 1 << 14  # elements, in whole blocks
@@ -98,21 +97,23 @@ class Sweep:
         self.sums = [np.empty((len(plan.address), len(phase.sums))) for phase in phases]
         self.tensor = np.array([0, 0, *plan.tables, 0, 1], dtype=np.int64)
         self.tickets = np.zeros((len(windows), 1 + len(phases), 1 + threads, 8), dtype=np.int64)
-        table = np.zeros((len(windows), 1 + len(phases), ROW), dtype=np.int64)
+        table = np.zeros((len(windows), 1 + len(phases), job.ROW // job.WORD), dtype=np.int64)
         address, geometry, hyper, scalars = plan.tables
         for w, (bucket, first, chunks, elements) in enumerate(windows):
             work = [address, geometry, bucket.chunk(first), hyper, scalars, 0]
             several = threads_for(elements, threads)
             for k, share in enumerate(bucket.passes.values()):
                 own = self.tickets[w, k]
-                job = numba_threads.job_words(own, number, several, chunks, work)
-                table[w, k, : JOB + 1] = [*job, share.address]
+                words = numba_threads.job_words(own, number, several, chunks, work)
+                table[w, k, : job.TERMS // job.WORD] = [*words, share.address]
         for k, (partial, sums) in enumerate(zip(self.partial, self.sums, strict=True)):
-            table[:, k, JOB - 1] = partial.ctypes.data + partial.strides[0] * begins[:-1]
+            table[:, k, job.PARTIAL // job.WORD] = (
+                partial.ctypes.data + partial.strides[0] * begins[:-1]
+            )
             combine = plan.per_tensor[f"combine_{k}"].address if whole else 0
-            table[:, k, JOB + 1 :] = sums.shape[1], sums.ctypes.data, combine
+            table[:, k, job.TERMS // job.WORD :] = sums.shape[1], sums.ctypes.data, combine
         parts = [table] if whole else [table[:, k] for k in range(1 + len(phases))]
-        self.parts = [np.ascontiguousarray(part).reshape(-1, ROW) for part in parts]
+        self.parts = [np.ascontiguousarray(part).reshape(-1, table.shape[-1]) for part in parts]
 
     def run(self, part: int) -> None:
         """Run a part."""

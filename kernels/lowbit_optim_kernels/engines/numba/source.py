@@ -51,12 +51,12 @@ from ...plan import (
 )
 from ...rules import SIGNED, SQUARE, Chain, Moment, Phase, Rule, RuleFunction
 from ...weights import PLAIN, Weights
+from . import job
 
 GSCALE, SCALARS = 0, 1  # columns of `scalars`
 SIZE = {"f32": 4, "bf16": 2, "f16": 2}
 SUMMED = 256  # elements whose terms are added up in fp32, at least
 LANES, GRAIN = 16, 64  # elements of a vector; what a block function's are a multiple of
-WORK = 40  # bytes of a job before its words of work
 GEOMETRY = 7  # columns of `geometry`
 
 PASSES = f"{__package__}.passes"
@@ -93,6 +93,7 @@ def _tables(rule: Rule) -> dict[str, Any]:
     return {
         "ADDRESS_COLUMNS": address_columns(rule), "GEOMETRY": GEOMETRY,
         "SCALAR_COLUMNS": SCALARS + len(rule.scalars()), "GSCALE": GSCALE, "STEP": STEP,
+        "JOB": job,
     }  # fmt: skip
 
 
@@ -158,14 +159,14 @@ def codec_module(format: Format) -> str:
         moment = Moment("x", SIGNED if signed else SQUARE)
         (unit,) = units((moment,), format)
         words = ("row", "numbers", *(part.key for part in unit.parts))
-        job = tuple(Item(key=x, offset=WORK + 8 * k) for k, x in enumerate(words))
+        numbers = tuple(Item(key=x, offset=job.WORK + job.WORD * k) for k, x in enumerate(words))
         for name in ("encode_tensor", "decode_tensor"):
             chosen = Variable(tensor_function(name, signed))
             bound = {name: chosen, "MOMENT": moment, "PADS": _pads(unit), "BLOCK": format.block}
             writer.add(name, **bound)
             writer.add(
-                "words_share", WORDS=job, piece_function=chosen,
-                PIECE_ARGUMENTS=variables("word", job), words_share=Variable(f"{chosen}_share"),
+                "words_share", WORDS=numbers, JOB=job, piece_function=chosen,
+                PIECE_ARGUMENTS=variables("word", numbers), words_share=Variable(f"{chosen}_share"),
             )  # fmt: skip
     return writer.text()
 

@@ -5,15 +5,10 @@ for a few tensors at a time, the second reading finds them in a cache that the c
 
 `sweep(job)` is a share as `threads` describes it, whose words of work are
 
-    0  a row for each pass over a window
-    1  how many
-    2  the job of `combine`, of a tensor that is written here
-    3  address of a C function by which a thread lets others have its core, or 0
-
-and a row the job of a pass over chunks of whole tensors, the address of its share, and of a
-reduction how many terms it has, the address of their sums over tensors (float64), and that of the
-phase's `combine`; else 0. The first of its tickets has beside it how many threads would combine,
-and 1 when that is done.
+    ROWS         a row for each pass over a window; see `job`
+    ROW_COUNT    how many
+    TENSOR       the job of `combine`, of a tensor that is written here
+    LET_OTHERS   address of a C function by which a thread lets others have its core, or 0
 
 A thread goes on to the next pass when all of a reduction is done, whoever did it. A piece of a
 thread that another program keeps from its core is done again by others: a reduction's results are
@@ -24,6 +19,29 @@ already, is left where nobody reads it any more.
 from __future__ import annotations
 
 from .inner import inner
+from .job import (
+    CHUNKS,
+    COMBINE,
+    COMBINED,
+    COMBINING,
+    COUNT,
+    DONE,
+    EACH,
+    FIRST,
+    LAST,
+    NUMBER,
+    PARTIAL,
+    ROW,
+    SHARE,
+    SUMS,
+    T_SUMS,
+    TERMS,
+    THREADS,
+    TICKET,
+    TICKETS,
+    WORD,
+    WORK,
+)
 from .memory import (
     call_with,
     cell_f64,
@@ -40,19 +58,15 @@ from .memory import (
     write_i64,
 )
 
-ROW = 15  # words
-JOB = 11  # of them the pass's
-JOB_BYTES, OWN_TICKETS = 8 * JOB, 128
-TICKETS, THREADS, EACH, COUNT = 8, 16, 24, 32  # bytes of a row
-CHUNKS, PARTIAL, SHARE, TERMS, SUMS, COMBINE = 56, 80, 88, 96, 104, 112
-COMBINING, COMBINED = 8, 16  # bytes of its tickets
+OWN_TICKETS = 2 * TICKET  # of a job for one thread
+ROWS, ROW_COUNT, TENSOR, LET_OTHERS = range(WORK, WORK + 4 * WORD, WORD)
 PAUSES = 1 << 12  # some 100 us; a chunk takes a tenth, if nobody keeps its thread from a core
 
 
 @inner
 def done(row, owner):
     """Bits of the pieces of a thread that are done."""
-    return seen(read_i64(row + TICKETS) + 64 * (1 + owner) + 8)
+    return seen(read_i64(row + TICKETS) + TICKET * (1 + owner) + DONE)
 
 
 @inner
@@ -70,16 +84,16 @@ def do_again(row):
     """Pieces that are not done, each as a job of its own."""
     tickets, threads = read_i64(row + TICKETS), read_i64(row + THREADS)
     each, count = read_i64(row + EACH), read_i64(row + COUNT)
-    job, own = stack(JOB_BYTES), stack(OWN_TICKETS)
+    job, own = stack(SHARE), stack(OWN_TICKETS)
     for k in range(threads * each):
         owner, piece = k // each, k % each
         if done(row, owner) >> piece & 1:
             continue
         lo, hi = count * k // (threads * each), count * (k + 1) // (threads * each)
-        move(job, row, JOB_BYTES)
-        for at in range(0, OWN_TICKETS, 8):
+        move(job, row, SHARE)
+        for at in range(0, OWN_TICKETS, WORD):
             write_i64(own + at, 0)
-        write_i64(job, 0)
+        write_i64(job + NUMBER, 0)
         write_i64(job + TICKETS, own)
         write_i64(job + THREADS, 1)
         write_i64(job + EACH, 1)
@@ -87,7 +101,7 @@ def do_again(row):
         write_i64(job + CHUNKS, read_i64(row + CHUNKS) + 24 * lo)
         write_i64(job + PARTIAL, read_i64(row + PARTIAL) + 8 * read_i64(row + TERMS) * lo)
         call_with(read_i64(row + SHARE), job)
-        publish(tickets + 64 * (1 + owner) + 8, 1 << piece)
+        publish(tickets + TICKET * (1 + owner) + DONE, 1 << piece)
 
 
 @inner
@@ -115,9 +129,9 @@ def combine_tensors(row, tensor):
             before = 0.0 if begins else cell_f64(sums, t, terms, k)
             set_cell_f64(sums, t, terms, k, before + cell_f64(partial, c, terms, k))
         if combine != 0 and (c == count - 1 or cell_i64(chunks, c + 1, 3, 0) != t):
-            write_i64(tensor, t)
-            write_i64(tensor + 8, t + 1)
-            write_i64(tensor + 48, sums)
+            write_i64(tensor + FIRST, t)
+            write_i64(tensor + LAST, t + 1)
+            write_i64(tensor + T_SUMS, sums)
             call_with(combine, tensor)
 
 
@@ -138,10 +152,10 @@ def combine_once(row, tensor, let_others):
 
 def sweep(job):
     """A thread's part of all passes."""
-    rows, count = read_i64(job + 40), read_i64(job + 48)
-    tensor, let_others = read_i64(job + 56), read_i64(job + 64)
+    rows, count = read_i64(job + ROWS), read_i64(job + ROW_COUNT)
+    tensor, let_others = read_i64(job + TENSOR), read_i64(job + LET_OTHERS)
     for r in range(count):
-        row = rows + 8 * ROW * r
+        row = rows + ROW * r
         call_with(read_i64(row + SHARE), row)
         if read_i64(row + TERMS) > 0:
             end_reduction(row)

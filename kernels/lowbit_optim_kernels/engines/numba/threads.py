@@ -1,16 +1,7 @@
 """Several threads for a pass of the Numba engine.
 
-A pass is compiled to a C function `share(job)`, where `job` is the address of int64 words:
-
-    0  address of a C function that says the number of the calling thread, or 0
-    1  address of tickets, rows of 64 bytes that begin with an atomic counter: of threads, then of
-       each thread's pieces, with a bit for each one that is done beside it
-    2  how many threads there are at most
-    3  how many pieces each of them has
-    4  how many items (chunks, blocks) all pieces have
-    5  and on: what the pass works on
-
-The template `passes` writes `share`.
+A pass is compiled to a C function `share(job)`, whose job is laid out as the module `job` says. The
+template `passes` writes it.
 
 A thread takes its own pieces, then those that others have not come to. So any number of threads
 may run a job, and one that lags is helped; and the passes of a step meet a part of a tensor on the

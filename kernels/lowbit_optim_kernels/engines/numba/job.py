@@ -1,0 +1,36 @@
+"""Layouts of the jobs that compiled functions are called with: int64 words, counted here in bytes.
+
+A job of pieces, which `threads` runs, begins with
+
+    NUMBER    address of a C function that says the number of the calling thread, or 0
+    TICKETS   address of tickets, rows of 64 bytes that begin with an atomic counter: of threads,
+              then of each thread's pieces, with a bit for each one that is done beside it
+    THREADS   how many threads there are at most
+    EACH      how many pieces each of them has
+    COUNT     how many items (chunks, blocks) all pieces have
+
+and has from WORK on what the function works on: of a pass over chunks the addresses of the tables
+that `passes` describes.
+
+A row of a sweep is the job of such a pass; then SHARE, the address of the pass's function, and of a
+reduction TERMS, how many it has, and the addresses of their SUMS over tensors (float64) and of the
+phase's COMBINE; else 0.
+
+A job of tensors is of the per-tensor arithmetic of those from FIRST to before LAST.
+"""
+
+WORD = 8
+
+NUMBER, TICKETS, THREADS, EACH, COUNT, WORK = range(0, 6 * WORD, WORD)
+ADDRESS, GEOMETRY, CHUNKS, HYPER, SCALARS, PARTIAL = range(WORK, WORK + 6 * WORD, WORD)
+
+SHARE, TERMS, SUMS, COMBINE, ROW = range(PARTIAL + WORD, PARTIAL + 6 * WORD, WORD)
+
+FIRST, LAST, T_ADDRESS, T_GEOMETRY, T_HYPER, T_SCALARS, T_SUMS, LIVE = range(0, 8 * WORD, WORD)
+
+TICKET = 64  # bytes of a row of tickets
+DONE = WORD  # in a thread's: bits of the pieces that are done
+COMBINING, COMBINED = (
+    WORD,
+    2 * WORD,
+)  # in the first: how many would combine, and 1 when that is done
