@@ -134,12 +134,12 @@ class KeepsState(Optimizer):
             self._check_saved(saved, p, group)
             return self._fitted(saved, p, group)
         _sharding.check(p, type(self).__name__)
-        by_shards = not share.whole and _sharding.spread_alike(saved, p)
+        by_shards = not share.whole and _sharding.dealt_alike(saved, p)
         if by_shards:
             plain, group, saved = share.stepped(), share.settings(group), _sharding.unwrapped(saved)
         else:
             plain = share.p.detach().full_tensor()
-            saved = {key: _sharding.whole(x) for key, x in saved.items()}
+            saved = {key: _sharding.gathered(x) for key, x in saved.items()}
         self._check_saved(saved, plain, group)
         state = self._fitted(saved, plain, group)
         return share.wrapped(state if by_shards else share.dealt(state))
@@ -223,7 +223,7 @@ class KeepsState(Optimizer):
         self, there: dict[str, Any], stepped: Tensor, group: Mapping[str, Any], share: Share
     ) -> dict[str, Any]:
         """A state of which a rank kept all, and is to keep a shard now, or the other way round."""
-        whole = _sharding.unwrapped({key: _sharding.whole(x) for key, x in there.items()})
+        whole = _sharding.unwrapped({key: _sharding.gathered(x) for key, x in there.items()})
         state = self._as_wanted(whole, share.p.detach().full_tensor(), group)
         return self._as_wanted(share.dealt(state), stepped, share.settings(group))
 

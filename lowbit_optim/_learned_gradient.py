@@ -197,7 +197,7 @@ class LearnedGradient(EagerOptimizer):
 
 
 def _first_rms(p: Tensor, dtype: torch.dtype, group: Mapping[str, Any]) -> Tensor:
-    return rms(_sharding.whole(p).to(dtype)) + group["eps"]
+    return rms(_sharding.gathered(p).to(dtype)) + group["eps"]
 
 
 def _no_autocast(device: torch.device) -> AbstractContextManager:

@@ -91,7 +91,7 @@ def weight_of(optimizer: LowBitOptimizer, p: Tensor, group: Mapping[str, Any]) -
         residual = None
     elif residual is not None:
         residual = converted(as_integers(_sharding.shard_of(residual, p)), kept_as.residual)
-    return _sharding.spread(kept_as.read(local, residual, compute_dtype(p)), p)
+    return _sharding.as_dtensor(kept_as.read(local, residual, compute_dtype(p)), p)
 
 
 def set_weight(
@@ -119,7 +119,7 @@ def set_weight(
     optimizer.state[p] = state
     high, low = split(value, kept_as.extra, None)
     if share is not None and share.whole:
-        _, low = split(_sharding.whole(weight), kept_as.extra, None)
+        _, low = split(_sharding.gathered(weight), kept_as.extra, None)
     as_integers(_sharding.local(state[RESIDUAL_KEY])).copy_(low)
     local.copy_(high)
 

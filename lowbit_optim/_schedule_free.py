@@ -124,7 +124,7 @@ class ScheduleFreeAdamW(LowBitOptimizer):
                     z = self.state.get(p, {}).get("z")
                     if z is None or already == (p not in self._apart):
                         continue
-                    moved = weight_of(self, p, part).lerp(_sharding.like(z, p), share)
+                    moved = weight_of(self, p, part).lerp(_sharding.dealt_as(z, p), share)
                     set_weight(self, p, part, moved)
                     self._apart ^= {p}
             group["train_mode"] = train

@@ -64,7 +64,7 @@ def locals_of(params: list[Any], gradients: list[Any]) -> tuple[list[Any], list[
         held, its = list(map(_LOCAL, params)), list(map(_LOCAL, gradients))  # as under fully_shard
     else:
         pairs = zip(gradients, params, strict=True)
-        if not all(is_spread_as(g, p) if is_dtensor(p) else not is_dtensor(g) for g, p in pairs):
+        if not all(is_dealt_as(g, p) if is_dtensor(p) else not is_dtensor(g) for g, p in pairs):
             return None
         held, its = list(map(local, params)), list(map(local, gradients))
     return (held, its) if PLAIN.issuperset(map(type, its)) else None
@@ -87,7 +87,7 @@ def check(p: Any, name: str) -> None:
         raise RuntimeError(f"{where} on {device}, but its mesh is of {mesh} devices")
 
 
-def is_spread_as(x: Any, p: Any) -> bool:
+def is_dealt_as(x: Any, p: Any) -> bool:
     """Whether a value is a DTensor that is dealt out as the DTensor p is."""
     return is_dtensor(x) and (x.device_mesh, x.placements) == (p.device_mesh, p.placements)
 
@@ -264,21 +264,21 @@ def unwrapped(state: Mapping[str, Any]) -> dict[str, Any]:
     return plain
 
 
-def spread_alike(saved: Mapping[str, Any], p: Any) -> bool:
+def dealt_alike(saved: Mapping[str, Any], p: Any) -> bool:
     """Whether all saved tensors but those of single numbers are DTensors dealt out as p is."""
     return all(
-        is_spread_as(x, p)
+        is_dealt_as(x, p)
         for key, x in saved.items()
         if isinstance(x, Tensor) and x.ndim and key != NORMS.key
     )
 
 
-def whole(x: Any) -> Any:
+def gathered(x: Any) -> Any:
     """A DTensor's whole tensor, by a collective call; else the value itself."""
     return x.full_tensor() if is_dtensor(x) else x
 
 
-def spread(x: Tensor, p: Any) -> Tensor:
+def as_dtensor(x: Tensor, p: Any) -> Tensor:
     """A plain tensor of this rank's shard of p, as a DTensor dealt out as p is; if p is one."""
     if not is_dtensor(p):
         return x
@@ -292,16 +292,16 @@ def spread(x: Tensor, p: Any) -> Tensor:
 def shard_of(x: Any, p: Any) -> Tensor:
     """This rank's part of a value that is whole, or dealt out over p's mesh."""
     if not is_dtensor(p):
-        return whole(x)
+        return gathered(x)
     from torch.distributed.tensor import DTensor, Replicate
 
     if not is_dtensor(x):
         replicated = [Replicate()] * p.device_mesh.ndim
         x = DTensor.from_local(x.to(local(p).device), p.device_mesh, replicated, run_check=False)
-    return local(like(x, p))
+    return local(dealt_as(x, p))
 
 
-def like(x: Any, p: Any) -> Tensor:
+def dealt_as(x: Any, p: Any) -> Tensor:
     """A DTensor dealt out as p is, or a plain tensor as it is."""
     if not is_dtensor(x) or x.placements == p.placements:
         return x
