@@ -109,8 +109,10 @@ class LoadsState(KeepsState):
                     moments, residual = self._moments(part), self._weights(p, part).residual
                     if part["master_weight_bits"] != settings["master_weight_bits"]:
                         residual = None
+                    own = self._format(p, part)
                     _saved.require_uncast(saved, p, moments, saved_group, residual)
-                    state[p] = self._state_from(saved, p, part)
+                    kept = _saved.without_own(saved, moments, saved_group, own)
+                    state[p] = self._state_from(kept, p, part)
             except ValueError as error:
                 errors.append(error)  # other ranks may go on to where all are needed
         if errors:

@@ -165,6 +165,54 @@ def require_scales(key: str, value: Any) -> None:
         raise ValueError(f"{key!r} has scales that are negative or not finite")
 
 
+def without_own(
+    saved: Mapping[str, Any], moments: Moments, group: Mapping[str, Any], own: Format
+) -> dict[str, Any]:
+    """Saved state without the tensors in which the optimizer that loads it keeps these moments.
+
+    Of a whole state dict torch.distributed.checkpoint puts the keys beside those of the state that
+    it has made in the optimizer at hand. Two formats are there then, one of them with the file's
+    numbers: the one that the file's group names.
+
+    Args:
+        saved: a parameter's saved state.
+        moments: those of the optimizer that loads it.
+        group: the parameter's group in the same state dict.
+        own: the format of the parameter in that optimizer.
+
+    Raises:
+        ValueError: if that group names none of the formats that are there, or this optimizer's.
+    """
+    coded = tuple(moment for moment in moments if not moment.exact)
+    there = {}
+    for format in FORMATS.values():
+        if coded and not format.exact and format.refusal(coded) is None:
+            keys = keys_of(coded, format)
+            if keys <= saved.keys():
+                there[format] = keys
+    if len(there) < 2:
+        return dict(saved)
+    named = _named_by(group)
+    kept = None if named is None or named is own else there.get(named.of(coded))
+    if kept is None:
+        names = " and ".join(repr(format.name) for format in there)
+        raise ValueError(
+            f"it has tensors of {names}; its group in state_dict says "
+            f"{named and named.name!r}, this optimizer has {own.name!r}, and so it does "
+            f"not tell which were saved; {_LOAD_AS_SAVED}"
+        )
+    others = {key for keys in there.values() for key in keys} - kept
+    return {key: value for key, value in saved.items() if key not in others}
+
+
+def _named_by(group: Mapping[str, Any]) -> Format | None:
+    """The format that a saved group says; None where it says nothing, or nothing that is known."""
+    name = group.get("state_format")
+    if name is None:
+        name = OF_BITS.get(group.get("optim_bits", 0))
+    return FORMATS.get(name) if isinstance(name, str) else None
+
+
 def require_uncast(
     saved: Mapping[str, Any], p: Tensor, moments: Moments, group: Mapping[str, Any],
     residual_dtype: torch.dtype | None,
@@ -184,15 +232,14 @@ def require_uncast(
         residual_dtype: of residuals of the optimizer that loads it, which they would be cast to;
             None where an override decides it, as it may have when the state was saved.
     """
-    name, least = group.get("state_format"), group.get("min_8bit_size", 0)
-    if name is None:
-        name = OF_BITS.get(group.get("optim_bits", 32))
-    coded = isinstance(name, str) and name in FORMATS and not FORMATS[name].exact
-    if coded and isinstance(least, Real) and p.numel() >= least:
+    named, least = _named_by(group), group.get("min_8bit_size", 0)
+    sized = isinstance(least, Real) and p.numel() >= least
+    if named is not None and not named.exact and sized:
         found = {m.key: _sharding.local(saved.get(m.key)) for m in moments if not m.exact}
         there = {key: x for key, x in found.items() if isinstance(x, Tensor)}
         if all(map(_may_be_codes, there.values())) and any(bool(x.any()) for x in there.values()):
-            raise ValueError(f"{next(iter(there))!r} has codes of {name!r} as numbers; {_CAST}")
+            key = next(iter(there))
+            raise ValueError(f"{key!r} has codes of {named.name!r} as numbers; {_CAST}")
     residual, bits = saved.get(RESIDUAL_KEY), group.get("master_weight_bits")
     if not isinstance(residual, Tensor) or p.dtype != torch.bfloat16 or bits not in WEIGHTS:
         return
@@ -208,6 +255,12 @@ _CAST = (
     "torch.distributed.checkpoint casts what it reads to the dtypes of this optimizer. Build one "
     "with the settings that were saved, read the checkpoint into that, and give its state_dict() "
     "to this one"
+)
+
+_LOAD_AS_SAVED = (
+    "torch.distributed.checkpoint puts a whole state dict into the state of this optimizer, and "
+    "casts it with broadcast_from_rank0. Give it to load_state_dict() on every rank instead, see "
+    "docs/guides/sharded.md"
 )
 
 
