@@ -12,7 +12,7 @@ from torch import Tensor
 
 from lowbit_optim_kernels.step_plan import same_objects
 
-from . import _checkpoint, _saved, _sharding
+from . import _checkpoint, _saved, _sharding, _state
 from ._foreign.load import as_ours
 from ._keeps_state import KeepsState
 from ._manager import Overrides
@@ -110,7 +110,9 @@ class LoadsState(KeepsState):
                     if part["master_weight_bits"] != settings["master_weight_bits"]:
                         residual = None
                     own = self._format(p, part)
-                    _saved.require_uncast(saved, p, moments, saved_group, residual)
+                    same = _state.format_of(part) is _state.format_of(settings)
+                    cast_to = residual, own if same else None
+                    _saved.require_uncast(saved, p, moments, saved_group, *cast_to)
                     kept = _saved.without_own(saved, moments, saved_group, own)
                     state[p] = self._state_from(kept, p, part)
             except ValueError as error:

@@ -17,7 +17,7 @@ from torch.distributed.checkpoint.state_dict import (
 import lowbit_optim
 from lowbit_optim import _saved
 from lowbit_optim_kernels.formats import FORMATS
-from protocol import identical
+from protocol import BY_ENGINE, identical
 
 WHOLE = StateDictOptions(full_state_dict=True)
 BY_BITS = {"dynamic8": 8, "ratio4": 4, "float32": 32}
@@ -28,6 +28,7 @@ SETTINGS = {
     "SGD": {"momentum": 0.9},
     "Lion": {},
 }
+OPTIMIZERS = pytest.mark.parametrize("name", SETTINGS)
 ROWS = (
     ("AdamW", CODED), ("RMSprop", CODED[:2]), ("SGD", CODED[:2]), ("Lion", CODED[:2]),
 )  # fmt: skip
@@ -153,3 +154,27 @@ def test_a_format_that_an_override_decided_is_not_taken_for_the_groups(model, ma
     said = r"of 'dynamic8' and 'ratio8'; .* says 'ratio8', this optimizer has 'ratio8'"
     with pytest.raises(ValueError, match=said):
         set_optimizer_state_dict(model, loads, whole, options=WHOLE)
+
+
+@pytest.mark.parametrize("state_format", CODED)
+def test_codes_whose_scales_are_all_0_are_refused(state_format, model):
+    saved = trained("AdamW", model, state_format=state_format).state_dict()
+    for value in saved["state"][0].values():
+        if value.ndim and value.is_floating_point():
+            value.zero_()
+    with pytest.raises(ValueError, match=rf"codes of '{state_format}' and all of its scales are 0"):
+        build("AdamW", model, state_format=state_format).load_state_dict(saved)
+
+
+@BY_ENGINE
+@pytest.mark.parametrize("state_format", CODED)
+@OPTIMIZERS
+def test_moments_of_gradients_that_were_always_0_load(name, state_format, engine, model):
+    if state_format == "ratio4" and name != "AdamW":
+        pytest.skip("it keeps one moment and its square")
+    with lowbit_optim.use_engine(engine):
+        optimizer = trained(name, model, torch.zeros, state_format=state_format)
+        saved = copy.deepcopy(optimizer.state_dict())
+        loads = build(name, model, state_format=state_format)
+        loads.load_state_dict(saved)
+        assert identical(loads.state_dict(), saved)
