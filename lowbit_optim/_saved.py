@@ -257,10 +257,11 @@ def require_uncast(
         format: of the parameter in that optimizer; None where an override decides it, likewise.
     """
     named, least = _named_by(group), group.get("min_8bit_size", 0)
-    if named is not None and named.exact and format is not None:
-        _require_no_codes(saved, moments, format)
-    sized = isinstance(least, Real) and p.numel() >= least
-    if named is not None and not named.exact and sized:
+    small = isinstance(least, Real) and not p.numel() >= least
+    if named is not None and (named.exact or small):
+        if format is not None:
+            _require_no_codes(saved, moments, format)
+    elif named is not None and isinstance(least, Real):
         found = {m.key: _sharding.local(saved.get(m.key)) for m in moments if not m.exact}
         there = {key: x for key, x in found.items() if isinstance(x, Tensor)}
         if all(map(_may_be_codes, there.values())) and any(bool(x.any()) for x in there.values()):
@@ -291,7 +292,7 @@ _LOAD_AS_SAVED = (
 
 
 def _require_no_codes(saved: Mapping[str, Any], moments: Moments, format: Format) -> None:
-    """Refuse codes of a format in DTensors, of a group that was saved with 32 bits."""
+    """Refuse codes of a format in DTensors, of a parameter that was saved with 32 bits."""
     coded = [unit for unit in units(moments, format) if not unit.format.exact]
     codes = {part.key: part.dtype for unit in coded for part in unit.parts if not part.per_block}
     found: dict[str, Any] = {key: saved.get(key) for key in codes}

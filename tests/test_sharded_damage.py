@@ -9,6 +9,7 @@ import copy
 import os
 import shutil
 import signal
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -52,6 +53,10 @@ BROADCAST = {
     ),
     "32 bits": (lowbit_optim.AdamW32bit, "AdamW8bit", {}, "saved with 32 bits.*sharded.md"),
     "no sign": (lowbit_optim.Adagrad32bit, "Adagrad8bit", {}, "'sum' .* saved with 32 bits"),
+    "more in 8 bits": (
+        partial(lowbit_optim.Adagrad8bit, min_8bit_size=2**20), "Adagrad8bit", {},
+        "'sum' .* saved with 32 bits",
+    ),
 }  # fmt: skip
 
 pytestmark = pytest.mark.timeout(120)
