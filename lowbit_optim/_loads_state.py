@@ -12,7 +12,7 @@ from torch import Tensor
 
 from lowbit_optim_kernels.step_plan import same_objects
 
-from . import _checkpoint, _checks, _saved
+from . import _checkpoint, _checks, _saved, _state
 from ._agreement import agreeing
 from ._foreign.load import as_ours
 from ._keeps_state import KeepsState
@@ -131,13 +131,18 @@ class LoadsState(KeepsState):
             settings = resolved(group)
             ((_, part),) = self._overridden({**settings, "params": [p]})
             where = f"state_dict does not fit {type(self).__name__}: {place}"
+            kept = saved
             with _collecting(errors, where):
                 moments, residual = self._moments(part), self._weights(p, part).residual
                 if part["master_weight_bits"] != settings["master_weight_bits"]:
                     residual = None
-                _saved.require_uncast(saved, p, moments, saved_group, residual)
+                own = self._format(p, part)
+                same = _state.format_of(part) is _state.format_of(settings)
+                cast_to = residual, own if same else None
+                _saved.require_uncast(saved, p, moments, saved_group, *cast_to)
+                kept = _saved.without_own(saved, moments, saved_group, own)
             with _collecting(errors, where):
-                state[p] = self._state_from(saved, p, part)
+                state[p] = self._state_from(kept, p, part)
         if errors:
             raise errors[0]
         return state

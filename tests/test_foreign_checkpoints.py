@@ -229,3 +229,15 @@ def test_how_torch_took_its_steps_is_not_taken_over(how):
     (group,) = optimizer.param_groups
     assert (group["lr"], group["fused"], group["foreach"]) == (0.5, None, None)
     assert int(optimizer.state[params[0]]["step"]) == 2
+
+
+def test_codes_of_blocks_whose_scale_is_0_are_0():
+    """There bitsandbytes has divided by 0."""
+    params = params_of(WHOLE)
+    saved = foreign("Adam", WHOLE)
+    for state in saved["state"].values():
+        state["absmax1"].zero_()
+        state["state1"].fill_(3)
+    optimizer = load(build("Adam", params), saved)
+    for p in params:
+        assert not read(optimizer, p)["exp_avg"].any()

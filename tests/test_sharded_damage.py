@@ -9,6 +9,7 @@ import copy
 import os
 import shutil
 import signal
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -16,6 +17,8 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_optimizer_state_dict,
     get_state_dict,
     set_optimizer_state_dict,
     set_state_dict,
@@ -39,6 +42,20 @@ CASTS = {
     "32 to 24 bits": (
         "AdamW8bit bf16", {"master_weight_bits": 32}, {"master_weight_bits": 24},
         r"is torch.int8.*=32, which is torch.int16",
+    ),
+}  # fmt: skip
+
+# Optimizers whose moments torch casts to the codes of one of 8 bits, and what the error says.
+BROADCAST = {
+    "torch": (torch.optim.AdamW, "AdamW8bit", {}, r"'exp_avg' has codes of .* its scales are 0"),
+    "torch, ratio8": (
+        torch.optim.AdamW, "AdamW8bit", {"state_format": "ratio8"}, "scales are 0.*sharded.md",
+    ),
+    "32 bits": (lowbit_optim.AdamW32bit, "AdamW8bit", {}, "saved with 32 bits.*sharded.md"),
+    "no sign": (lowbit_optim.Adagrad32bit, "Adagrad8bit", {}, "'sum' .* saved with 32 bits"),
+    "more in 8 bits": (
+        partial(lowbit_optim.Adagrad8bit, min_8bit_size=2**20), "Adagrad8bit", {},
+        "'sum' .* saved with 32 bits",
     ),
 }  # fmt: skip
 
@@ -219,3 +236,51 @@ def read_as_other(rank, world, folder):
 @pytest.mark.slow
 def test_codes_that_were_cast_to_numbers_are_refused(tmp_path):
     sharded.run(WORLD, read_as_other, str(tmp_path))
+
+
+def broadcast_into_other(rank, world, folder):
+    """torch casts the numbers of rank 0 to codes; what is refused loads without a broadcast."""
+    options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+    values = sharded.values()
+    for label, (cls, name, settings, said) in BROADCAST.items():
+        alone = sharded.Holder([x.clone() for x in values])
+        optimizer = cls(alone.parameters())
+        sharded.train(optimizer, list(alone.parameters()), range(2))
+        optimizer.zero_grad()
+        saved = get_optimizer_state_dict(alone, optimizer, options=StateDictOptions())
+        plain = getattr(lowbit_optim, name)(alone.parameters(), **settings)
+        plain.load_state_dict(optimizer.state_dict())
+
+        model, _ = sharded.sharded_holder(world)
+        into = getattr(lowbit_optim, name)(model.parameters(), **settings)
+        given = copy.deepcopy(saved) if rank == 0 else {}
+        with pytest.raises(ValueError, match=said):
+            set_optimizer_state_dict(model, into, given, options=options)
+        into.load_state_dict(saved)
+        want = sharded.everything(list(alone.parameters()), plain)
+        assert identical(everything(model, into)["state"], want["state"]), label
+
+
+def broadcast_zeros(rank, world, folder):
+    """Moments that are 0 are taken, those of 8 bits by broadcast, too."""
+    options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+    for state_format in ("dynamic8", "ratio8", "ratio4"):
+        alone = sharded.Holder(sharded.values())
+        saves = lowbit_optim.AdamW(alone.parameters(), state_format=state_format)
+        for p in alone.parameters():
+            p.grad = torch.zeros_like(p)
+        saves.step()
+        saves.zero_grad()
+        saved = get_optimizer_state_dict(alone, saves, options=StateDictOptions())
+        model, _ = sharded.sharded_holder(world)
+        into = lowbit_optim.AdamW(model.parameters(), state_format=state_format)
+        given = saved if rank == 0 else {}
+        set_optimizer_state_dict(model, into, given, options=options)
+        want = sharded.everything(list(alone.parameters()), saves)
+        assert identical(everything(model, into)["state"], want["state"]), state_format
+
+
+@pytest.mark.parametrize("function", [broadcast_into_other, broadcast_zeros])
+@pytest.mark.slow
+def test_numbers_that_were_cast_to_codes_are_refused(function, tmp_path):
+    sharded.run(WORLD, function, str(tmp_path))

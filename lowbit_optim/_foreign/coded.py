@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from lowbit_optim_kernels.formats import units
-from lowbit_optim_kernels.formats.dynamic8 import DYNAMIC8, create_dynamic_map
+from lowbit_optim_kernels.formats.dynamic8 import DYNAMIC8, ZERO_CODE, create_dynamic_map
 from lowbit_optim_kernels.formats.layout import Layout
 from lowbit_optim_kernels.rules import Moment
 
@@ -80,7 +80,9 @@ class Coded:
             (unit,) = units((moment,), DYNAMIC8)
             codes, scales = unit.parts
             wanted = scales.shape(shape, DYNAMIC8.block)
-            return {codes.key: self.codes, scales.key: self.scales.float().reshape(wanted)}, True
+            # A number divided by a scale of 0 has any code there; here it has that of 0.
+            own = self.codes.masked_fill(~self.scales.any(), ZERO_CODE[moment.signed])
+            return {codes.key: own, scales.key: self.scales.float().reshape(wanted)}, True
         numbers = self.numbers()
         if not moment.signed and bool((numbers < 0).any()):
             raise ValueError(f"{self.key!r} has codes of negative numbers, and it is a mean square")

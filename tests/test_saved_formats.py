@@ -1,0 +1,180 @@
+"""Saved state beside that of the optimizer that loads it: the file's format is read, and no other.
+
+torch's `set_optimizer_state_dict` puts a whole state dict into the state that it has made in the
+optimizer at hand, where two formats may then have all of their tensors.
+"""
+
+import copy
+
+import pytest
+import torch
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_optimizer_state_dict,
+    set_optimizer_state_dict,
+)
+
+import lowbit_optim
+from lowbit_optim import _saved
+from lowbit_optim_kernels.formats import FORMATS
+from protocol import BY_ENGINE, identical
+
+WHOLE = StateDictOptions(full_state_dict=True)
+BY_BITS = {"dynamic8": 8, "ratio4": 4, "float32": 32}
+CODED = ("dynamic8", "ratio8", "ratio4")
+SETTINGS = {
+    "AdamW": {},
+    "RMSprop": {"centered": True, "momentum": 0.9},
+    "SGD": {"momentum": 0.9},
+    "Lion": {},
+}
+OPTIMIZERS = pytest.mark.parametrize("name", SETTINGS)
+ROWS = (
+    ("AdamW", CODED), ("RMSprop", CODED[:2]), ("SGD", CODED[:2]), ("Lion", CODED[:2]),
+)  # fmt: skip
+PAIRS = [
+    (name, saved, wanted)
+    for name, formats in ROWS
+    for saved in (*formats, "float32")
+    for wanted in (*formats, "float32")
+]
+
+
+def build(name, model, **options):
+    return getattr(lowbit_optim, name)(model.parameters(), lr=1e-2, **SETTINGS[name], **options)
+
+
+def trained(name, model, gradient=torch.randn, steps=3, **options):
+    optimizer = build(name, model, **options)
+    for _ in range(steps):
+        model.weight.grad = gradient(model.weight.shape)
+        optimizer.step()
+    model.weight.grad = None  # or torch makes no state
+    return optimizer
+
+
+@pytest.fixture
+def model():
+    torch.manual_seed(0)
+    return torch.nn.Linear(300, 64, bias=False)
+
+
+@pytest.fixture(params=["as registered", "reversed"])
+def order(request, monkeypatch):
+    """Which of two formats is looked at first."""
+    if request.param == "reversed":
+        monkeypatch.setattr(_saved, "FORMATS", dict(reversed(FORMATS.items())))
+
+
+@pytest.mark.parametrize("by_bits", [False, True])
+@pytest.mark.parametrize(("name", "saved", "wanted"), PAIRS)
+def test_a_whole_state_dict_loads_as_a_plain_one_or_is_refused(
+    name, saved, wanted, by_bits, model, order
+):
+    of_saved = {"state_format": saved}
+    if by_bits and saved in BY_BITS:
+        of_saved = {"optim_bits": BY_BITS[saved]}
+    optimizer = trained(name, model, **of_saved)
+    plain = build(name, model, state_format=wanted)
+    plain.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    whole = copy.deepcopy(get_optimizer_state_dict(model, optimizer, options=WHOLE))
+    loads = build(name, model, state_format=wanted)
+    if saved == "float32" and wanted in CODED:
+        said = r"parameter 'weight'.*(is torch.float32 and its scales|says 'float32', )"
+        with pytest.raises(ValueError, match=said):
+            set_optimizer_state_dict(model, loads, whole, options=WHOLE)
+        return
+    set_optimizer_state_dict(model, loads, whole, options=WHOLE)
+    assert identical(loads.state_dict()["state"], plain.state_dict()["state"])
+
+
+@pytest.mark.parametrize(("saved", "wanted"), [("ratio8", "dynamic8"), ("ratio4", "ratio8")])
+def test_an_optimizer_that_has_stepped_takes_the_saved_format(saved, wanted, model, order):
+    optimizer = trained("AdamW", model, state_format=saved)
+    whole = copy.deepcopy(get_optimizer_state_dict(model, optimizer, options=WHOLE))
+    loads = trained("AdamW", model, steps=1, state_format=wanted)
+    set_optimizer_state_dict(model, loads, whole, options=WHOLE)
+    plain = build("AdamW", model, state_format=wanted)
+    plain.load_state_dict(optimizer.state_dict())
+    assert identical(loads.state_dict()["state"], plain.state_dict()["state"])
+
+
+@pytest.mark.parametrize("wanted", CODED)
+def test_a_whole_state_dict_of_torch_is_refused(wanted, model):
+    """Whose group says nothing, so that torch leaves in it what the optimizer at hand has."""
+    optimizer = torch.optim.AdamW(model.parameters())
+    model.weight.grad = torch.randn(model.weight.shape)
+    optimizer.step()
+    model.weight.grad = None
+    whole = get_optimizer_state_dict(model, optimizer, options=WHOLE)
+    loads = build("AdamW", model, state_format=wanted)
+    said = r"parameter 'weight'.*(is torch.float32 and its scales|this optimizer has 'ratio4')"
+    with pytest.raises(ValueError, match=said):
+        set_optimizer_state_dict(model, loads, whole, options=WHOLE)
+
+
+def test_small_parameters_at_hand_take_the_saved_format(model):
+    optimizer = trained("AdamW", model, state_format="ratio4")
+    whole = copy.deepcopy(get_optimizer_state_dict(model, optimizer, options=WHOLE))
+    loads = build("AdamW", model, state_format="ratio4", min_8bit_size=2**20)
+    set_optimizer_state_dict(model, loads, whole, options=WHOLE)
+    plain = build("AdamW", model, state_format="float32")
+    plain.load_state_dict(optimizer.state_dict())
+    assert identical(loads.state_dict()["state"], plain.state_dict()["state"])
+
+
+@pytest.mark.parametrize(
+    ("group", "said"),
+    [
+        ({"state_format": "ratio4"}, "'ratio4'"),
+        ({"state_format": None, "optim_bits": 32}, "'float32'"),
+        ({"state_format": None, "optim_bits": 6}, "None"),
+    ],
+)
+def test_two_formats_of_which_the_group_names_none_are_refused(group, said, model):
+    saved = trained("AdamW", model, state_format="ratio8").state_dict()
+    other = build("AdamW", model, state_format="dynamic8")
+    other.load_state_dict(saved)
+    saved["state"][0] = {**other.state_dict()["state"][0], **saved["state"][0]}
+    saved["param_groups"][0].update(group)
+    before = copy.deepcopy(other.state_dict())
+    with pytest.raises(ValueError, match=rf"'dynamic8' and 'ratio8'.*says {said}, .*sharded.md"):
+        build("AdamW", model, state_format="dynamic8").load_state_dict(saved)
+    assert identical(other.state_dict(), before)
+
+
+def test_a_format_that_an_override_decided_is_not_taken_for_the_groups(model, manager):
+    manager.override_config(model.weight, "state_format", "dynamic8")
+    optimizer = trained("AdamW", model, state_format="ratio8")
+    whole = copy.deepcopy(get_optimizer_state_dict(model, optimizer, options=WHOLE))
+    assert "exp_avg_absmax" in whole["state"]["weight"]
+    manager._modules.clear()
+    manager._parameters.clear()
+    loads = build("AdamW", model, state_format="ratio8")
+    said = r"of 'dynamic8' and 'ratio8'; .* says 'ratio8', this optimizer has 'ratio8'"
+    with pytest.raises(ValueError, match=said):
+        set_optimizer_state_dict(model, loads, whole, options=WHOLE)
+
+
+@pytest.mark.parametrize("state_format", CODED)
+def test_codes_whose_scales_are_all_0_are_refused(state_format, model):
+    saved = trained("AdamW", model, state_format=state_format).state_dict()
+    for value in saved["state"][0].values():
+        if value.ndim and value.is_floating_point():
+            value.zero_()
+    with pytest.raises(ValueError, match=rf"codes of '{state_format}' and all of its scales are 0"):
+        build("AdamW", model, state_format=state_format).load_state_dict(saved)
+
+
+@BY_ENGINE
+@pytest.mark.parametrize("state_format", CODED)
+@OPTIMIZERS
+def test_moments_of_gradients_that_were_always_0_load(name, state_format, engine, model):
+    if state_format == "ratio4" and name != "AdamW":
+        pytest.skip("it keeps one moment and its square")
+    with lowbit_optim.use_engine(engine):
+        optimizer = trained(name, model, torch.zeros, state_format=state_format)
+        saved = copy.deepcopy(optimizer.state_dict())
+        loads = build(name, model, state_format=state_format)
+        loads.load_state_dict(saved)
+        assert identical(loads.state_dict(), saved)
