@@ -46,7 +46,7 @@ Args:
         fp64 have only None.
     maximize: ascend instead of descend.
     foreach: as in torch.optim; all tensors of a group are always stepped together.
-    capturable: as in torch.optim; steps on accelerators can always be captured.
+    capturable: as in torch.optim; steps of the Triton engine can always be captured.
     differentiable: must be False.
     fused: True insists on a compiled engine, and `step` raises where there is none.
 """

@@ -117,6 +117,11 @@ class EagerOptimizer(LowBitOptimizer):
     def __init__(self, params: Any, defaults: dict[str, Any], args: Any = None) -> None:
         super().__init__(params, {"max_unorm": 0.0, **defaults}, args)
 
+    def _forget(self) -> None:
+        super()._forget()
+        # What engines have made of the moments of each parameter, by the key of its random bits.
+        self._tables: dict[int, tuple[tuple, Any]] = {}
+
     @abstractmethod
     def _extras(
         self, p: Tensor, group: Mapping[str, Any], state: Mapping[str, Any]
@@ -296,7 +301,10 @@ class EagerOptimizer(LowBitOptimizer):
         )  # fmt: skip
         batch = Batch(rule, [slot], p.device, dispatch.engine_for(values[0]).name)
         batch.look()
+        of, tables = self._tables.get(key, ((), None))
+        batch.tables = tables if of == batch.key else None
         dispatch.step([batch])
+        self._tables[key] = batch.key, batch.tables
 
 
 def _check_extra(key: str, value: Any, never: str) -> None:
@@ -315,6 +323,6 @@ def _clip_factor(g: Tensor, history: Tensor, step: int, percentile: int) -> Tens
     values = {
         "gscale": 1.0, "live": True, "percentile": percentile, NORMS.key: [history],
         "g_sq": (g * g).sum(dtype=_sum_dtype(g)).reshape(1),
-        "step": torch.tensor([step], device=g.device),
+        "step": torch.full((1,), step, device=g.device),
     }  # fmt: skip
     return torch_engine.call(CLIP.combine, values)["gscale"][0].to(g.dtype)

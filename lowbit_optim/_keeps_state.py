@@ -136,12 +136,12 @@ class KeepsState(Optimizer):
         _sharding.check(p, type(self).__name__)
         by_shards = not share.whole and _sharding.dealt_alike(saved, p)
         if by_shards:
-            plain, group, saved = share.stepped(), share.settings(group), _sharding.unwrapped(saved)
+            plain, group, there = share.stepped(), share.settings(group), _sharding.unwrapped(saved)
         else:
             plain = share.p.detach().full_tensor()
-            saved = {key: _sharding.gathered(x) for key, x in saved.items()}
-        self._check_saved(saved, plain, group)
-        state = self._fitted(saved, plain, group)
+            there = {key: _sharding.gathered(x) for key, x in saved.items()}
+        self._check_saved(there, plain, group)
+        state = share.without_others(self._fitted(there, plain, group), saved)
         return share.wrapped(state if by_shards else share.dealt(state))
 
     def _check_saved(self, saved: Mapping[str, Any], p: Tensor, group: Mapping[str, Any]) -> None:
@@ -211,21 +211,24 @@ class KeepsState(Optimizer):
         self, p: Tensor, stepped: Tensor, group: Mapping[str, Any], share: Share | None
     ) -> tuple[dict[str, Any], bool]:
         """`_state_of` with plain tensors, those that this rank steps; and whether it is new."""
-        there = self.state.get(p, {})
-        if share is not None and not share.holds(there):
-            return self._dealt_anew(there, stepped, group, share), True
-        if share is not None:
-            there, group = _sharding.unwrapped(there), share.settings(group)
-        state = self._as_wanted(there, stepped, group)
-        return state, state is not there
+        before = self.state.get(p, {})
+        if share is None:
+            state = self._as_wanted(before, stepped, group)
+            return state, state is not before
+        held = share.holds(before)
+        there = _sharding.unwrapped(before) if held else self._dealt_anew(before, group, share)
+        state = self._as_wanted(there, stepped, share.settings(group))
+        if held and state is there:
+            return state, False
+        return share.without_others(state, before), True
 
     def _dealt_anew(
-        self, there: dict[str, Any], stepped: Tensor, group: Mapping[str, Any], share: Share
+        self, there: dict[str, Any], group: Mapping[str, Any], share: Share
     ) -> dict[str, Any]:
         """A state of which a rank kept all, and is to keep a shard now, or the other way round."""
         whole = _sharding.unwrapped({key: _sharding.gathered(x) for key, x in there.items()})
         state = self._as_wanted(whole, share.p.detach().full_tensor(), group)
-        return self._as_wanted(share.dealt(state), stepped, share.settings(group))
+        return share.dealt(state)
 
     def _as_wanted(
         self, state: dict[str, Any], p: Tensor, group: Mapping[str, Any]

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from lowbit_optim_kernels.step_plan import same_objects
 
-from . import _checkpoint, _checks, _saved, _state
+from . import _checkpoint, _checks, _saved
 from ._agreement import agreeing
 from ._foreign.load import as_ours
 from ._keeps_state import KeepsState
@@ -137,8 +137,7 @@ class LoadsState(KeepsState):
                 if part["master_weight_bits"] != settings["master_weight_bits"]:
                     residual = None
                 own = self._format(p, part)
-                same = _state.format_of(part) is _state.format_of(settings)
-                cast_to = residual, own if same else None
+                cast_to = residual, own if own is self._format(p, settings) else None
                 _saved.require_uncast(saved, p, moments, saved_group, *cast_to)
                 kept = _saved.without_own(saved, moments, saved_group, own)
             with _collecting(errors, where):
@@ -180,4 +179,6 @@ class LoadsState(KeepsState):
         if place is None or place.group >= len(self.param_groups):
             return False
         params = self.param_groups[place.group]["params"]
-        return place.position < len(params) and params[place.position] is p
+        before = sum(len(group["params"]) for group in self.param_groups[: place.group])
+        there = place.position < len(params) and params[place.position] is p
+        return there and place.number == before + place.position

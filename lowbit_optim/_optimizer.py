@@ -251,7 +251,7 @@ class LowBitOptimizer(LoadsState):
         for p in params:
             of_groups.setdefault(self._place(p).group, []).append(p)
         parts = [
-            ((index, key, tuple(map(id, some))), part)
+            ((index, key, tuple((id(p), self._place(p).number) for p in some)), part)
             for index, some in of_groups.items()
             for key, part in self._overridden({**self._settings_of(index), "params": some})
         ]
@@ -357,16 +357,16 @@ class LowBitOptimizer(LoadsState):
             if share is not None and p in plan.new_states:
                 plan.new_states[p] = share.wrapped(plan.new_states[p])
         plan.gradients = [_sharding.local(p.grad) for p in params]
-        kept = self._captured
         plan.batches = [
-            Batch(form[0], slots, device, engine, captured=kept, turn=turn)
+            Batch(form[0], slots, device, engine, captured=self._captured, turn=turn)
             for (device, engine, turn), slots in batches.items()
         ]
         return plan
 
     def _scaler(self, name: str) -> Tensor | None:
         """What an AMP scaler has set for this step, 0-d; FSDP's has it of shape (1,)."""
-        return None if (value := getattr(self, name, None)) is None else value.reshape(())
+        value = getattr(self, name, None)  # 0 where there was no gradient
+        return value.reshape(()) if isinstance(value, Tensor) else None
 
     def _set_values(self, plan: StepPlan, group: Mapping[str, Any]) -> None:
         """Give a plan's batches the values of this step."""

@@ -160,8 +160,7 @@ class ReleasedGradients:
         if any(getattr(p, "_is_flat_param", False) for p in new):
             raise ValueError(
                 "gradients cannot be released of the flat parameters of FullyShardedDataParallel, "
-                "which it goes on using after their hooks have run; build it with "
-                "use_orig_params=True, or use fully_shard (FSDP2)"
+                "which it goes on using after their hooks have run; use fully_shard (FSDP2)"
             )
         self._hooks.update((p, p.register_post_accumulate_grad_hook(self._take)) for p in new)
         _released_params.update(dict.fromkeys(new, True))

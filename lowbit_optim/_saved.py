@@ -69,11 +69,11 @@ def saved_units(saved: Mapping[str, Any], moments: Moments) -> tuple[Unit, ...]:
         if whole is None:
             raise missing(moments[each.index(None)].key, saved)
         return units(moments, whole)
-    if len(set(each)) == 1:
-        return units(moments, each[0])
-    return tuple(
-        unit for m, format in zip(moments, each, strict=True) for unit in units((m,), format)
-    )
+    of_format: dict[Format, list[Moment]] = {}
+    for moment, format in zip(moments, each, strict=True):
+        if format is not None:
+            of_format.setdefault(format, []).append(moment)
+    return tuple(unit for format, some in of_format.items() for unit in units(tuple(some), format))
 
 
 def missing(key: str, saved: Mapping[str, Any]) -> ValueError:
@@ -296,7 +296,13 @@ def _require_no_codes(saved: Mapping[str, Any], moments: Moments, format: Format
     coded = [unit for unit in units(moments, format) if not unit.format.exact]
     codes = {part.key: part.dtype for unit in coded for part in unit.parts if not part.per_block}
     found: dict[str, Any] = {key: saved.get(key) for key in codes}
-    if codes and all(_sharding.is_dtensor(x) and x.dtype == codes[k] for k, x in found.items()):
+    cast = all(_sharding.is_dtensor(x) and x.dtype == codes[k] for k, x in found.items())
+    scales = [
+        _sharding.local(saved.get(x.key)) for unit in coded for x in unit.parts if x.per_block
+    ]
+    # Those of a new state are alike. Others are of codes whose group was changed before a save.
+    new = all(isinstance(x, Tensor) and bool((x == x.flatten()[:1]).all()) for x in scales)
+    if codes and cast and new:
         raise ValueError(
             f"{next(iter(codes))!r} has codes of {coded[0].format.name!r} and was saved with 32 "
             f"bits; {_LOAD_AS_SAVED}"

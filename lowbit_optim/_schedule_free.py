@@ -102,6 +102,15 @@ class ScheduleFreeAdamW(LowBitOptimizer):
             param_group.setdefault("train_mode", self.param_groups[0]["train_mode"])
         super().add_param_group(param_group)
 
+    def state_dict(self) -> dict[str, Any]:
+        """As of every optimizer; refused while `train()` or `eval()` is interrupted."""
+        if self._apart:
+            raise RuntimeError(
+                f"{type(self).__name__}.state_dict: a call of train() or eval() did not come to "
+                "its end, and parameters hold different points; call it again"
+            )
+        return super().state_dict()
+
     def train(self) -> None:
         """Put y into the parameters, for training; nothing where they hold it already."""
         self._switch(True)

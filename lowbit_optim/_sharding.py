@@ -171,6 +171,15 @@ class Share:
         """Whether a state is dealt out like this."""
         return all(tuple(x.placements) == self.placements for x in state.values() if is_dtensor(x))
 
+    def without_others(self, state: Mapping[str, Any], before: Mapping[str, Any]) -> dict[str, Any]:
+        """A state made of one that had shards of moments besides, which settings do not keep.
+
+        Should they be kept again, they begin anew.
+        """
+        own = {part.key for unit in units(self.moments, self.format) for part in unit.parts}
+        own.add(RESIDUAL_KEY)
+        return {k: x for k, x in state.items() if k in own or not is_dtensor(before.get(k))}
+
     @property
     def groups(self) -> Groups:
         """The processes over which sums have to be added up."""

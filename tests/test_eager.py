@@ -1,6 +1,7 @@
 """The protocol as far as Cain and LearnedGradient, which torch operators step, go their own way."""
 
 import copy
+import importlib
 import io
 import math
 from types import SimpleNamespace
@@ -331,3 +332,18 @@ def test_names_fix_the_bits():
         assert wide([p]).defaults["optim_bits"] == 32
         with pytest.raises(TypeError, match="optim_bits"):
             eight([p], optim_bits=8)
+
+
+@BOTH
+def test_what_an_engine_makes_of_the_moments_is_made_once(cls, engine, device, monkeypatch):
+    if engine == "torch":
+        pytest.skip("makes nothing")
+    module = importlib.import_module(f"lowbit_optim_kernels.engines.{engine}.plan")
+    name = {"numba": "_make_plan", "triton": "_make"}[engine]
+    make, made = getattr(module, name), []
+    monkeypatch.setattr(module, name, lambda batch: made.append(batch) or make(batch))
+    params = [torch.nn.Parameter(torch.ones(4, 70, device=device)) for _ in range(2)]
+    optimizer = cls(params, optim_bits=8, min_8bit_size=1)
+    with use_engine(engine):
+        train(optimizer, 3)
+    assert len(made) == 2

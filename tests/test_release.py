@@ -227,6 +227,26 @@ def test_groups_that_change_between_single_steps():
     ]
 
 
+def test_numbers_that_shift_between_single_steps():
+    """Random bits are those of `step()`, whose numbers a parameter before shifts."""
+    weights = []
+    for alone in (False, True):
+        first, added, p = (nn.Parameter(torch.ones(s)) for s in ((8,), (8,), (64, 64)))
+        groups = [{"params": [first]}, {"params": [p]}]
+        optimizer = lowbit_optim.AdamW8bit(groups, lr=0.1, min_8bit_size=0)
+        for t in range(4):
+            p.grad = torch.randn(64, 64, generator=torch.Generator().manual_seed(t))
+            if t == 2:
+                groups[0]["params"].insert(0, added)
+                optimizer.param_groups[0]["params"] = groups[0]["params"]
+            if alone:
+                optimizer.step_parameter(p)
+            else:
+                optimizer.step()
+        weights.append(p.detach())
+    assert identical(*weights)
+
+
 # What cannot be had.
 
 

@@ -40,6 +40,8 @@ def test_a_switch_that_is_interrupted_can_be_repeated(back, monkeypatch):
             optimizer.eval()
     with pytest.raises(RuntimeError, match="in eval mode"):
         train(optimizer, 1)
+    with pytest.raises(RuntimeError, match="did not come to its end"):
+        optimizer.state_dict()
     for p in params:
         p.grad = None
     if not back:

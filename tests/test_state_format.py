@@ -324,3 +324,17 @@ def test_torch_has_no_such_setting():
     optimizer.load_state_dict(other.state_dict())
     assert storage(optimizer.param_groups[0]) == (8, "dynamic8")
     assert stored_bits(train(optimizer, 1)) == [8, 8]
+
+
+@pytest.mark.parametrize("before", ["dynamic8", "ratio8", "float32"])
+@pytest.mark.parametrize("after", ["dynamic8", "ratio8", "float32"])
+def test_a_moment_that_was_left_behind_in_another_format(before, after):
+    """The largest squares wait in the old format until they are kept again."""
+    (p,) = params = [torch.nn.Parameter(torch.ones(64, 64))]
+    optimizer = lowbit_optim.Adam(params, amsgrad=True, state_format=before)
+    (group,) = optimizer.param_groups
+    for settings in ({}, {"amsgrad": False}, {"state_format": after}, {"amsgrad": True}):
+        group.update(settings)
+        p.grad = torch.full_like(p, 0.1)
+        optimizer.step()
+    assert "max_exp_avg_sq" in optimizer.state[p]

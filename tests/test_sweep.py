@@ -82,6 +82,26 @@ def test_norms_are_taken_before_another_group_writes_the_same_memory(monkeypatch
     assert identical(of_one_memory(), expected)
 
 
+def released_apart_and_together():
+    """The weights after steps of either of two such groups, then of both with the same plans."""
+    (p,) = parameters(shapes=[(70, 100)])
+    pair = [torch.nn.Parameter(p.data) for _ in range(2)]
+    groups = [{"params": [one]} for one in pair]
+    optimizer = lowbit_optim.LAMB8bit(groups, lr=0.1, trust_coefficient=1.0)
+    lowbit_optim.release_gradients(optimizer)
+    for step, some in enumerate((pair[:1], pair[1:], pair, pair)):
+        torch.stack([(one * (one.detach() + step)).sum() for one in some]).sum().backward()
+        optimizer.step()
+    return snapshot(optimizer)
+
+
+def test_plans_of_steps_that_were_apart_are_looked_at_together(monkeypatch):
+    with monkeypatch.context() as patch:
+        pass_by_pass(patch)
+        expected = released_apart_and_together()
+    assert identical(released_apart_and_together(), expected)
+
+
 @pytest.mark.parametrize("number", [1, 2, 5])
 def test_pieces_of_a_thread_that_does_not_come_back_are_done_again(number, monkeypatch):
     """The first of each owner, of every reduction."""

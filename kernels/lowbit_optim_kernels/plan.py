@@ -136,6 +136,7 @@ class Batch:
         key: all that the engine's tables depend on beside addresses.
         turn: how many batches before it in its step plan have parameters of the same memory.
         follows: whether any batch before it in the step has.
+        noted: an object that those have in common among which that was noted.
     """
 
     rule: Rule
@@ -155,6 +156,7 @@ class Batch:
     key: tuple = ()
     turn: int = 0
     follows: bool = False
+    noted: Any = None
 
     @property
     def place(self) -> tuple[torch.device, str, int]:
@@ -204,12 +206,14 @@ class Batch:
 
 def note_order(batches: Sequence[Batch]) -> None:
     """Note which batches of a step have parameters that an earlier one writes."""
-    if all(batch.reused for batch in batches):
-        return  # as it was noted when they were new
+    together = {id(batch.noted) for batch in batches}
+    if len(together) == 1 and all(batch.reused for batch in batches):
+        return  # as when they were new
+    noted = object()
     before: set[int] = set()
     for batch in batches:
         own = {row[P] for row in batch.addresses if row[P]}  # empty tensors have none
-        batch.follows = not before.isdisjoint(own)
+        batch.follows, batch.noted = not before.isdisjoint(own), noted
         before |= own
 
 

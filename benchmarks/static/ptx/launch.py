@@ -139,7 +139,7 @@ def emulated(arch: int, counting: bool = False) -> Iterator[Emulation]:
         stack.callback(driver.set_active, before)
         driver.set_active(_Driver(arch))
         stack.enter_context(patch.object(JITFunction, "run", run))
-        stack.enter_context(patch.object(engine, "takes_ptx", lambda device: True))
+        stack.enter_context(patch.object(engine, "takes_ptx", lambda device: arch >= 80))
         stack.enter_context(patch.object(engine, "start", starting))
         stack.callback(dispatch._resolve.cache_clear)
         stack.enter_context(patch.dict(registry.ENGINES, triton=takes_all))

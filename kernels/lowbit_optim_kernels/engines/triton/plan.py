@@ -113,6 +113,14 @@ def _pinned_like(x: Tensor) -> Tensor:
     return torch.empty(x.shape, dtype=x.dtype, pin_memory=True, device="cpu")
 
 
+def _on_device(numbers: np.ndarray, device: torch.device) -> Tensor:
+    """A table of numbers, by a copy that the host does not wait for."""
+    source = torch.from_numpy(numbers)
+    if device.type != "cuda":
+        return source.to(device)
+    return source.pin_memory().to(device, non_blocking=True)
+
+
 def _send(plan: Plan, which: int, target: Tensor, values: list) -> None:
     """Copy numbers to a device table without waiting for the device."""
     dtype = np.uint64 if target.dtype == torch.int64 else np.float64
@@ -193,14 +201,14 @@ def _make(batch: Batch) -> Plan:
     return Plan(
         kinds=tiling.kinds,
         constants=grid.constants(tiling.kinds),
-        work=torch.from_numpy(tiling.work).to(device),
+        work=_on_device(tiling.work, device),
         tiles=int(tiles.sum()),
-        tiles_of=torch.from_numpy(tiles).to(device),
+        tiles_of=_on_device(tiles, device),
         most_tiles=int(tiles.max()),
-        geometry=torch.tensor(columns_of, dtype=torch.int64).to(device),
+        geometry=_on_device(np.array(columns_of, dtype=np.int64), device),
         address=zeros(len(slots), columns, dtype=torch.int64),
         scalars=zeros(len(slots), width),
         floats=zeros(len(slots), float_width, dtype=torch.float32),
         hyper=zeros(max(1, len(hyper_names(batch.rule)))),
-        count=torch.tensor([len(slots)], dtype=torch.int64).to(device),
+        count=_on_device(np.array([len(slots)], dtype=np.int64), device),
     )
