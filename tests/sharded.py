@@ -1,5 +1,6 @@
 """What the ranks of test_sharded.py run; every function is called by all ranks of a world."""
 
+import faulthandler
 import os
 import re
 from datetime import timedelta
@@ -76,6 +77,7 @@ def run(world, function, *args, join=True):
 
 
 def _enter(rank, world, function, address, *args):
+    faulthandler.enable()
     torch.set_num_threads(1)
     os.environ["LOWBIT_OPTIM_ENGINE"] = "numba"
     limit = timedelta(seconds=60)
