@@ -120,7 +120,7 @@ class EagerOptimizer(LowBitOptimizer):
     def _forget(self) -> None:
         super()._forget()
         # What engines have made of the moments of each parameter, by the key of its random bits.
-        self._tables: dict[int, tuple[tuple, Any]] = {}
+        self._tables: dict[int, tuple[Any, Any]] = {}
 
     @abstractmethod
     def _extras(
@@ -301,10 +301,11 @@ class EagerOptimizer(LowBitOptimizer):
         )  # fmt: skip
         batch = Batch(rule, [slot], p.device, dispatch.engine_for(values[0]).name)
         batch.look()
-        of, tables = self._tables.get(key, ((), None))
-        batch.tables = tables if of == batch.key else None
+        fits = batch.place, batch.key  # as tables of step plans
+        before, tables = self._tables.get(key, (None, None))
+        batch.tables = tables if before == fits else None
         dispatch.step([batch])
-        self._tables[key] = batch.key, batch.tables
+        self._tables[key] = fits, batch.tables
 
 
 def _check_extra(key: str, value: Any, never: str) -> None:

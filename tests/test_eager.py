@@ -347,3 +347,15 @@ def test_what_an_engine_makes_of_the_moments_is_made_once(cls, engine, device, m
     with use_engine(engine):
         train(optimizer, 3)
     assert len(made) == 2
+
+
+@BOTH
+def test_another_engine_goes_on_with_the_moments(cls):
+    """What one engine has made is not another's."""
+    p = torch.nn.Parameter(torch.ones(4, 70))
+    optimizer = cls([p], optim_bits=8, min_8bit_size=1)
+    for engine in ("numba", "triton", "numba", "torch", "numba"):
+        pytest.importorskip(engine)
+        with use_engine(engine):
+            train(optimizer, 1)
+    assert int(optimizer.state[p]["step"]) == 5
