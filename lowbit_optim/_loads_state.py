@@ -179,6 +179,7 @@ class LoadsState(KeepsState):
         if place is None or place.group >= len(self.param_groups):
             return False
         params = self.param_groups[place.group]["params"]
+        if place.position >= len(params) or params[place.position] is not p:
+            return False
         before = sum(len(group["params"]) for group in self.param_groups[: place.group])
-        there = place.position < len(params) and params[place.position] is p
-        return there and place.number == before + place.position
+        return place.number == before + place.position

@@ -19,7 +19,6 @@ from ._saved import require_dense, require_shape, require_values
 Name = str | int
 
 
-@torch.no_grad()
 def master_weights(optimizer: LowBitOptimizer) -> Iterator[tuple[Name, Tensor]]:
     """The weights of an optimizer's parameters with all bits that are kept.
 
@@ -39,7 +38,13 @@ def master_weights(optimizer: LowBitOptimizer) -> Iterator[tuple[Name, Tensor]]:
         >>> weights = dict(master_weights(optimizer))
     """
     require_own(optimizer, "master_weights")
-    return ((name, weight_of(optimizer, p, group)) for name, p, group in _named(optimizer))
+    return _weights(optimizer)
+
+
+@torch.no_grad()
+def _weights(optimizer: LowBitOptimizer) -> Iterator[tuple[Name, Tensor]]:
+    for name, p, group in _named(optimizer):
+        yield name, weight_of(optimizer, p, group)
 
 
 @torch.no_grad()

@@ -247,13 +247,14 @@ class LowBitOptimizer(LoadsState):
 
     def _step_some(self, params: list[Tensor]) -> None:
         """Step parameters that have gradients; plans are kept for when the same ones recur."""
-        of_groups: dict[int, list[Tensor]] = {}
+        of_groups: dict[int, dict[Tensor, int]] = {}
         for p in params:
-            of_groups.setdefault(self._place(p).group, []).append(p)
+            number, index, _ = self._place(p)
+            of_groups.setdefault(index, {})[p] = number
         parts = [
-            ((index, key, tuple((id(p), self._place(p).number) for p in some)), part)
+            ((index, key, tuple((id(p), n) for p, n in some.items())), part)
             for index, some in of_groups.items()
-            for key, part in self._overridden({**self._settings_of(index), "params": some})
+            for key, part in self._overridden({**self._settings_of(index), "params": list(some)})
         ]
         last = self._partial_plans
         self._partial_plans = {} if len(last) > len(self._places) else last
@@ -364,9 +365,8 @@ class LowBitOptimizer(LoadsState):
         return plan
 
     def _scaler(self, name: str) -> Tensor | None:
-        """What an AMP scaler has set for this step, 0-d; FSDP's has it of shape (1,)."""
-        value = getattr(self, name, None)  # 0 where there was no gradient
-        return value.reshape(()) if isinstance(value, Tensor) else None
+        """An AMP scaler's tensor for this step, 0-d; FSDP's is of shape (1,), an int 0 is none."""
+        return x.reshape(()) if isinstance(x := getattr(self, name, None), Tensor) else None
 
     def _set_values(self, plan: StepPlan, group: Mapping[str, Any]) -> None:
         """Give a plan's batches the values of this step."""

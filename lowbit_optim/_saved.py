@@ -30,14 +30,19 @@ REAL = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 Moments = tuple[Moment, ...]
 
 
-def _format_of(saved: Mapping[str, Any], moments: Moments) -> Format | None:
-    """The format whose tensors for these moments are all there; of several the one with most."""
-    there = {
-        format: len(keys)
+def _formats_of(saved: Mapping[str, Any], moments: Moments) -> dict[Format, set[str]]:
+    """The formats whose tensors for these moments are all there, with their keys."""
+    return {
+        format: keys
         for format in FORMATS.values()
         if format.refusal(moments) is None and (keys := keys_of(moments, format)) <= saved.keys()
     }
-    return max(there, key=there.__getitem__, default=None)
+
+
+def _format_of(saved: Mapping[str, Any], moments: Moments) -> Format | None:
+    """Of the formats whose tensors for these moments are all there the one with most."""
+    there = _formats_of(saved, moments)
+    return max(there, key=lambda format: len(there[format]), default=None)
 
 
 def known(saved: Mapping[str, Any], moments: Moments) -> Moments:
@@ -206,12 +211,8 @@ def without_own(
         ValueError: if that group names none of the formats that are there, or this optimizer's.
     """
     coded = tuple(moment for moment in moments if not moment.exact)
-    there = {}
-    for format in FORMATS.values():
-        if coded and not format.exact and format.refusal(coded) is None:
-            keys = keys_of(coded, format)
-            if keys <= saved.keys():
-                there[format] = keys
+    complete = _formats_of(saved, coded).items() if coded else ()
+    there = {format: keys for format, keys in complete if not format.exact}
     if len(there) < 2:
         return dict(saved)
     named = _named_by(group)

@@ -169,16 +169,25 @@ class Share:
 
     def holds(self, state: Mapping[str, Any]) -> bool:
         """Whether a state is dealt out like this."""
-        return all(tuple(x.placements) == self.placements for x in state.values() if is_dtensor(x))
+        placements = self.placements
+        return all(tuple(x.placements) == placements for x in state.values() if is_dtensor(x))
 
     def without_others(self, state: Mapping[str, Any], before: Mapping[str, Any]) -> dict[str, Any]:
         """A state made of one that had shards of moments besides, which settings do not keep.
 
         Should they be kept again, they begin anew.
         """
-        own = {part.key for unit in units(self.moments, self.format) for part in unit.parts}
-        own.add(RESIDUAL_KEY)
+        own = self._shapes()
         return {k: x for k, x in state.items() if k in own or not is_dtensor(before.get(k))}
+
+    def _shapes(self) -> dict[str, tuple[int, ...]]:
+        """Of the whole parameter's tensors that are kept as DTensors, by their keys."""
+        shapes = {
+            part.key: part.shape(self.p.shape, unit.format.block)
+            for unit in units(self.moments, self.format)
+            for part in unit.parts
+        }
+        return {**shapes, RESIDUAL_KEY: tuple(self.p.shape)}
 
     @property
     def groups(self) -> Groups:
@@ -246,20 +255,14 @@ class Share:
         """A state with its moments as DTensors, of the parameter's placements unless whole."""
         from torch.distributed.tensor import DTensor
 
-        mesh = self.p.device_mesh
-        shapes = {
-            part.key: part.shape(self.p.shape, unit.format.block)
-            for unit in units(self.moments, self.format)
-            for part in unit.parts
-        }
-        shapes[RESIDUAL_KEY] = tuple(self.p.shape)
+        mesh, placements, shapes = self.p.device_mesh, self.placements, self._shapes()
 
         def wrap(x: Tensor, shape: tuple[int, ...]) -> Tensor:
             if x.dtype == torch.int16:  # which neither gloo nor NCCL can gather
                 x = x.view(torch.bfloat16)
             stride = torch.empty(shape, device="meta").stride()
             return DTensor.from_local(
-                x, mesh, self.placements, run_check=False, shape=torch.Size(shape), stride=stride
+                x, mesh, placements, run_check=False, shape=torch.Size(shape), stride=stride
             )
 
         return {key: wrap(x, shapes[key]) if key in shapes else x for key, x in state.items()}

@@ -75,13 +75,6 @@ def of_one_memory():
     return snapshot(optimizer)
 
 
-def test_norms_are_taken_before_another_group_writes_the_same_memory(monkeypatch):
-    with monkeypatch.context() as patch:
-        pass_by_pass(patch)
-        expected = of_one_memory()
-    assert identical(of_one_memory(), expected)
-
-
 def released_apart_and_together():
     """The weights after steps of either of two such groups, then of both with the same plans."""
     (p,) = parameters(shapes=[(70, 100)])
@@ -95,11 +88,12 @@ def released_apart_and_together():
     return snapshot(optimizer)
 
 
-def test_plans_of_steps_that_were_apart_are_looked_at_together(monkeypatch):
+@pytest.mark.parametrize("steps", [of_one_memory, released_apart_and_together])
+def test_norms_are_taken_before_another_group_writes_the_same_memory(steps, monkeypatch):
     with monkeypatch.context() as patch:
         pass_by_pass(patch)
-        expected = released_apart_and_together()
-    assert identical(released_apart_and_together(), expected)
+        expected = steps()
+    assert identical(steps(), expected)
 
 
 @pytest.mark.parametrize("number", [1, 2, 5])

@@ -30,7 +30,5 @@ FIRST, LAST, T_ADDRESS, T_GEOMETRY, T_HYPER, T_SCALARS, T_SUMS, LIVE = range(0, 
 
 TICKET = 64  # bytes of a row of tickets
 DONE = WORD  # in a thread's: bits of the pieces that are done
-COMBINING, COMBINED = (
-    WORD,
-    2 * WORD,
-)  # in the first: how many would combine, and 1 when that is done
+# In the first: how many threads would combine, and 1 when that is done.
+COMBINING, COMBINED = WORD, 2 * WORD
