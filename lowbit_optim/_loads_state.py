@@ -10,9 +10,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from lowbit_optim_kernels.formats import units
 from lowbit_optim_kernels.step_plan import same_objects
 
-from . import _checkpoint, _checks, _saved
+from . import _checkpoint, _checks, _saved, _sharding
 from ._agreement import agreeing
 from ._foreign.load import as_ours
 from ._keeps_state import KeepsState
@@ -107,6 +108,13 @@ class LoadsState(KeepsState):
         self.__setstate__({"state": defaultdict(dict, state), "param_groups": groups})
         for post_hook in self._optimizer_load_state_dict_post_hooks.values():
             post_hook(self)
+        if any(one.state.get("step") for one in found) and self._codes_are_zero():
+            _checks.warn_user(
+                f"{type(self).__name__} has loaded moments that are all 0 in 8 or 4 bits, although "
+                "steps have been taken: 32-bit moments below 1 come to that if broadcast_from_rank0 "
+                "casts them to codes, see docs/guides/sharded.md",
+                "torch",
+            )
 
     def _checked(self, state_dict: dict[str, Any]) -> tuple[dict[str, Any], list[dict[str, Any]]]:
         """A state dict in this package's terms, and its groups; nothing has been changed."""
@@ -145,6 +153,20 @@ class LoadsState(KeepsState):
         if errors:
             raise errors[0]
         return state
+
+    def _codes_are_zero(self) -> bool:
+        """Whether there are moments in codes, on this rank, and all of them are 0."""
+        scales = [
+            _sharding.local(self.state[p][part.key])
+            for group in self.param_groups
+            for _, settings in self._overridden(resolved(group))
+            for p in settings["params"]
+            if p in self.state and p.device.type != "meta"
+            for unit in units(self._moments(settings), self._format(p, settings))
+            for part in unit.parts
+            if part.per_block and part.key in self.state[p]
+        ]
+        return any(x.numel() for x in scales) and not any(bool(x.any()) for x in scales)
 
     def _renumbered(self) -> list[Tensor]:
         """All parameters; `_numbering` is another one if some have new numbers in `state_dict()`.

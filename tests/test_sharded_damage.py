@@ -9,6 +9,7 @@ import copy
 import os
 import shutil
 import signal
+import warnings
 from functools import partial
 from pathlib import Path
 
@@ -262,7 +263,7 @@ def broadcast_into_other(rank, world, folder):
 
 
 def broadcast_zeros(rank, world, folder):
-    """Moments that are 0 are taken, those of 8 bits by broadcast, too."""
+    """Moments that are 0 are taken, those of 8 bits by broadcast, too, with a warning."""
     options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
     for state_format in ("dynamic8", "ratio8", "ratio4"):
         alone = sharded.Holder(sharded.values())
@@ -275,12 +276,34 @@ def broadcast_zeros(rank, world, folder):
         model, _ = sharded.sharded_holder(world)
         into = lowbit_optim.AdamW(model.parameters(), state_format=state_format)
         given = saved if rank == 0 else {}
-        set_optimizer_state_dict(model, into, given, options=options)
+        with pytest.warns(UserWarning, match="moments that are all 0"):
+            set_optimizer_state_dict(model, into, given, options=options)
         want = sharded.everything(list(alone.parameters()), saves)
         assert identical(everything(model, into)["state"], want["state"]), state_format
 
 
-@pytest.mark.parametrize("function", [broadcast_into_other, broadcast_zeros])
+def broadcast_below_one(rank, world, folder):
+    """Torch's squares below 1 become codes of 0: nothing else tells, so there is a warning."""
+    options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+    for steps, warned in ((2, True), (0, False)):
+        alone = sharded.Holder(sharded.values())
+        saves = torch.optim.Adagrad(alone.parameters())
+        for _ in range(steps):
+            for p in alone.parameters():
+                p.grad = torch.full_like(p, 1e-3)
+            saves.step()
+        saves.zero_grad()
+        saved = get_optimizer_state_dict(alone, saves, options=StateDictOptions())
+        model, _ = sharded.sharded_holder(world)
+        into = lowbit_optim.Adagrad8bit(model.parameters())
+        given = saved if rank == 0 else {}
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            set_optimizer_state_dict(model, into, given, options=options)
+        assert any("moments that are all 0" in str(w.message) for w in caught) == warned, steps
+
+
+@pytest.mark.parametrize("function", [broadcast_into_other, broadcast_zeros, broadcast_below_one])
 @pytest.mark.slow
 def test_numbers_that_were_cast_to_codes_are_refused(function, tmp_path):
     sharded.run(WORLD, function, str(tmp_path))
