@@ -189,6 +189,7 @@ class EagerOptimizer(LowBitOptimizer):
 
     def _step_groups(self) -> None:
         self._places = {}
+        self._renumbered()
         if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
             raise RuntimeError(
                 f"{type(self).__name__}.step cannot be captured in a CUDA graph: the host decides "

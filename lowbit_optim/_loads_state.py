@@ -176,6 +176,7 @@ class LoadsState(KeepsState):
         listed = [p for group in self.param_groups for p in group["params"]]
         if not same_objects(listed, self._numbered):
             self._numbered, self._numbering = listed, self._numbering + 1
+            self._overrides.forget()
         return listed
 
     def _place(self, p: Tensor) -> Place:

@@ -230,6 +230,10 @@ class Overrides:
 
     def __init__(self) -> None:
         self._version = 0
+        self.forget()
+
+    def forget(self) -> None:
+        """Look all parameters up again, and keep none alive that the optimizer has no more."""
         self._known: dict[Tensor, tuple[tuple, dict[str, Any]]] = {}
 
     def parts(
@@ -267,7 +271,8 @@ class Overrides:
 
     def _look_up(self, manager: GlobalOptimManager, group: Mapping[str, Any]) -> None:
         if self._version != manager._version:
-            self._version, self._known = manager._version, {}
+            self._version = manager._version
+            self.forget()
         missing = [p for p in group["params"] if p not in self._known]
         if not missing:
             return

@@ -255,6 +255,20 @@ def test_nothing_is_kept_alive_and_no_id_is_taken_for_another(manager):
     assert not manager._modules
 
 
+@pytest.mark.parametrize("cls", [lowbit_optim.AdamW8bit, lowbit_optim.Cain8bit])
+def test_a_parameter_that_was_replaced_is_not_kept_alive(cls, manager):
+    """As by methods that add and remove points of a scene while they train."""
+    a, b = parameters(shapes=[(4,), (8,)])
+    manager.override_config(a, "lr", 0.0)
+    optimizer = train(cls([a, b], lr=1e-3), 1)
+    gone = weakref.ref(b)
+    optimizer.param_groups[0]["params"][1] = parameters(shapes=[(16,)])[0]
+    del optimizer.state[b], b
+    train(optimizer, 2)
+    gc.collect()
+    assert gone() is None
+
+
 def test_without_overrides_a_groups_settings_are_used_as_they_are(manager):
     """Also while there are overrides of the parameters of no optimizer."""
     optimizer = train(lowbit_optim.AdamW8bit(parameters(), min_8bit_size=1), 1)
