@@ -26,14 +26,20 @@ def _guards(tensors: Sequence[Tensor]) -> Callable[..., bool]:
     bits such as that of a negative view; of a thousand tensors in a tenth of the columns' time. It
     is not public, so only versions of torch that it was tried with are asked.
     """
-    if torch.__version__ >= "2.16":
-        return lambda *others: False
-    from torch._C._dynamo.guards import TensorGuards
+    if tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 16):  # previews, too
+        return _says_nothing
+    try:
+        from torch._C._dynamo.guards import TensorGuards
 
-    unchanged: Callable[..., bool] = TensorGuards(
-        *tensors, dynamic_dims_sizes=None, dynamic_dims_strides=None
-    ).check
+        guards = TensorGuards(*tensors, dynamic_dims_sizes=None, dynamic_dims_strides=None)
+    except (ImportError, TypeError):  # no longer there, or no longer called so
+        return _says_nothing
+    unchanged: Callable[..., bool] = guards.check
     return unchanged
+
+
+def _says_nothing(*tensors: Tensor) -> bool:
+    return False
 
 
 def same_objects(a: Iterable[Any], b: Sequence[Any]) -> bool:
