@@ -93,6 +93,38 @@ class Copies(Protocol):
         """Parameters and gradients as they are stepped, from those that this rank holds."""
 
 
+@dataclass(frozen=True)
+class _Snapshot:
+    """What a later step compares before it uses a plan again.
+
+    Attributes:
+        states: of each parameter, with
+        values: everything that they hold, one after the other.
+        tensors, addresses: those of the parameters and states that a step reads and writes.
+        held, gradients: how the parameters and their gradients are read.
+        alignments: of the gradients' addresses, which may be others in each step.
+        order: of each batch the places of its slots' parameters among all.
+    """
+
+    states: list[dict[str, Any]]
+    values: list[Any]
+    tensors: list[Tensor]
+    addresses: list[int]
+    held: _Look
+    gradients: _Look
+    alignments: list[int]
+    order: list[list[int]]
+
+    def is_of(self, held: list[Tensor], state: Mapping[Tensor, dict], params: list[Tensor]) -> bool:
+        """Whether parameters and their states are where and as they were."""
+        return (
+            self.held.is_of(held)  # `p.data.t()` has p's address
+            and same_objects(map(state.get, params), self.states)
+            and same_objects(chain.from_iterable(map(dict.values, self.states)), self.values)
+            and _addresses(self.tensors) == self.addresses
+        )
+
+
 @dataclass
 class StepPlan:
     """The step of some parameters of a group that share all settings.
@@ -120,7 +152,7 @@ class StepPlan:
     staged: list[tuple[Tensor, Tensor]] = field(default_factory=list)
     new_states: dict[Tensor, dict[str, Any]] = field(default_factory=dict)
     reused: bool = False
-    _holds: bool = False
+    _snapshot: _Snapshot | None = None  # None where this plan cannot be used again
 
     def take_tables(self, last: StepPlan | None) -> None:
         """Take over the tables of the last step's plan that fit, once the values are set."""
@@ -143,22 +175,26 @@ class StepPlan:
             torch._foreach_copy_(held, work)
 
     def freeze(self, state: Mapping[Tensor, dict[str, Any]]) -> None:
-        """Note after a step what a later one has to compare.
-
-        Nothing can be used again as it is where a parameter or a gradient is copied to be stepped,
-        but for whole copies.
-        """
-        copies = [] if self.copies is None else self.copies.tensors
-        if not self.reused:
-            renewed = [] if self.copies is None else self.copies.gradients
-            own = set(map(id, [*self.gradients, *renewed]))
-            slots = (slot for batch in self.batches for slot in batch.slots)
-            self._holds = len(self.staged) == len(copies) and all(id(x.g) in own for x in slots)
+        """Note after a step what a later one has to compare, and keep no more than that."""
+        usable = self.reused or self._is_usable_again()
         gradients, self.gradients, self.new_states = self.gradients, [], {}
+        self._release(usable)
+        if usable and not self.reused:
+            self._snapshot = self._take_snapshot(state, gradients)
+
+    def _is_usable_again(self) -> bool:
+        """Not where a parameter or a gradient is copied to be stepped, but for whole copies."""
+        copies = [] if self.copies is None else self.copies.tensors
+        renewed = [] if self.copies is None else self.copies.gradients
+        own = set(map(id, [*self.gradients, *renewed]))
+        slots = (slot for batch in self.batches for slot in batch.slots)
+        return len(self.staged) == len(copies) and all(id(slot.g) in own for slot in slots)
+
+    def _release(self, usable: bool) -> None:
+        """Let go of gradients and copies: the next backward pass needs their memory."""
         if self.copies is not None:
             self.copies.gradients = []
-        # Gradients and copies would keep memory that the next backward pass needs.
-        if not self._holds:
+        if not usable:
             self.staged, self.work = [], []
             held = set(map(id, self.held))
             for slot in chain.from_iterable(batch.slots for batch in self.batches):
@@ -166,40 +202,47 @@ class StepPlan:
         for batch in self.batches:
             for slot in batch.slots:
                 slot.g = slot.p
-        if self._holds and not self.reused:
-            at = {id(x): i for i, x in enumerate(self.work)}
-            self._order = [[at[id(slot.p)] for slot in batch.slots] for batch in self.batches]
-            self._states = [state[p] for p in self.params]
-            self._values = [value for one in self._states for value in one.values()]
-            slots = (slot for batch in self.batches for slot in batch.slots)
-            self._tensors = [*self.held, *chain.from_iterable(slot.owned() for slot in slots)]
-            self._addresses = _addresses(self._tensors)
-            self._look_of_held, self._look = _Look(self.held), _Look(gradients)
-            self._alignments = _alignments(_addresses(gradients))
+
+    def _take_snapshot(
+        self, state: Mapping[Tensor, dict[str, Any]], gradients: list[Tensor]
+    ) -> _Snapshot:
+        slots = [slot for batch in self.batches for slot in batch.slots]
+        states = [state[p] for p in self.params]
+        tensors = [*self.held, *chain.from_iterable(slot.owned() for slot in slots)]
+        at = {id(x): i for i, x in enumerate(self.work)}
+        return _Snapshot(
+            states=states,
+            values=[value for one in states for value in one.values()],
+            tensors=tensors,
+            addresses=_addresses(tensors),
+            held=_Look(self.held),
+            gradients=_Look(gradients),
+            alignments=_alignments(_addresses(gradients)),
+            order=[[at[id(slot.p)] for slot in batch.slots] for batch in self.batches],
+        )
 
     def with_gradients(
         self, form: tuple, params: list[Tensor], held: list[Tensor], gradients: list[Tensor],
         state: Mapping[Tensor, dict[str, Any]],
     ) -> StepPlan | None:  # fmt: skip
         """This plan with new gradients, if nothing else is new; else None."""
-        if not self._holds or form != self.form or not same_objects(params, self.params):
+        before = self._snapshot
+        if before is None or form != self.form or not same_objects(params, self.params):
             return None
-        holds = (
-            self._look.is_of(gradients)
+        if not (
+            before.gradients.is_of(gradients)
             and (held is params or same_objects(held, self.held))
-            and self._look_of_held.is_of(held)  # `p.data.t()` has p's address
-            and same_objects(map(state.get, params), self._states)
-            and same_objects(chain.from_iterable(map(dict.values, self._states)), self._values)
-            and _addresses(self._tensors) == self._addresses
-        )
-        addresses = _addresses(gradients) if holds else []
-        if not holds or _alignments(addresses) != self._alignments:
+            and before.is_of(held, state, params)
+        ):
+            return None
+        addresses = _addresses(gradients)
+        if _alignments(addresses) != before.alignments:
             return None
         stepped = gradients
         if self.copies is not None and self.copies.tensors:
             _, stepped = self.copies.renew(held, gradients)
             addresses = _addresses(stepped)
-        for batch, order in zip(self.batches, self._order, strict=True):
+        for batch, order in zip(self.batches, before.order, strict=True):
             batch.take_gradients([stepped[i] for i in order], [addresses[i] for i in order])
         self.gradients, self.reused = gradients, True
         return self
