@@ -198,7 +198,7 @@ class EagerOptimizer(LowBitOptimizer):
         indices = range(len(self.param_groups))
         parts = [part for index in indices for _, part in self._parts(index)]
         # All that is refused is refused here, before any parameter's state has changed.
-        todo = [(p, g, part) for part in parts for p, g, _ in self._gradients(part)]
+        todo = [(p, g, part) for part in parts for p, g, _ in self._checked_gradients(part)]
         states = {p: self._state_of(p, p, part, self._share(p, part)) for p, _, part in todo}
         self.state.update(states)
         found_inf = self._scaler("found_inf")

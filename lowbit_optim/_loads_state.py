@@ -111,8 +111,8 @@ class LoadsState(KeepsState):
         if any(one.state.get("step") for one in found) and self._codes_are_zero():
             _checks.warn_user(
                 f"{type(self).__name__} has loaded moments that are all 0 in 8 or 4 bits, although "
-                "steps have been taken: 32-bit moments below 1 come to that if broadcast_from_rank0 "
-                "casts them to codes, see docs/guides/sharded.md",
+                "steps have been taken: broadcast_from_rank0 casts 32-bit moments below 1 to that, "
+                "see docs/guides/sharded.md",
                 "torch",
             )
 

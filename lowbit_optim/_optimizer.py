@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-from collections import Counter
 from collections.abc import Callable, Mapping
 from typing import Any, overload
 
@@ -14,7 +13,7 @@ from lowbit_optim_kernels import dispatch, dither
 from lowbit_optim_kernels.formats import units
 from lowbit_optim_kernels.formats.float32 import FLOAT32
 from lowbit_optim_kernels.formats.layout import Layout
-from lowbit_optim_kernels.plan import WEIGHT_BLOCK, Batch, Slot
+from lowbit_optim_kernels.plan import Slot, batches_of
 from lowbit_optim_kernels.rules import Moment, Rule
 from lowbit_optim_kernels.step_plan import StepPlan
 from lowbit_optim_kernels.weights import RESIDUAL_KEY
@@ -292,7 +291,7 @@ class LowBitOptimizer(LoadsState):
         """A group's settings by what is overridden of its parameters; each part with a key."""
         return [((index, key), part) for key, part in self._overridden(self._settings_of(index))]
 
-    def _gradients(self, group: Mapping[str, Any]) -> list[tuple[Tensor, Tensor, str]]:
+    def _checked_gradients(self, group: Mapping[str, Any]) -> list[tuple[Tensor, Tensor, str]]:
         """Each parameter that has a gradient, with its gradient and engine; checked."""
         found = []
         for p in dict.fromkeys(group["params"]):  # one that is listed twice is stepped once
@@ -309,59 +308,49 @@ class LowBitOptimizer(LoadsState):
         found = _gradients.of(group["params"])
         params = [p for p, g in zip(group["params"], found, strict=True) if g is not None]
         gradients = [g for g in found if g is not None]
+        rule = self._step_rule(group)
         form = (
-            self._step_rule(group), dispatch.request(), *map(group.get, FORM),
-            self._scaler("grad_scale") is None, self._scaler("found_inf") is None, self._numbering,
+            rule, dispatch.request(), *map(group.get, FORM), self._scaler("grad_scale") is None,
+            self._scaler("found_inf") is None, self._numbering,
         )  # fmt: skip
         if last is not None and (held := _sharding.locals_of(params, gradients)) is not None:
             plan = last.with_gradients(form, params, *held, self.state)
             if plan is not None:
                 return plan
-        return self._new_plan(form, group)
+        return self._new_plan(rule, form, group)
 
-    def _new_plan(self, form: tuple, group: Mapping[str, Any]) -> StepPlan:
+    def _new_plan(self, rule: Rule, form: tuple, group: Mapping[str, Any]) -> StepPlan:
         """A step plan; states are created that do not exist yet."""
-        found = self._gradients(group)
+        found = self._checked_gradients(group)
         params = [p for p, _, _ in found]
         plan = StepPlan(form, params, list(map(_sharding.local, params)), [])
-        batches: dict[tuple[torch.device, str, int], list[Slot]] = {}
-        turns: Counter[int] = Counter()  # by address, where two parameters may be of one memory
-        dithers = any(moment.stream for moment in form[0].moments)
         shares = [self._share(p, group) for p in params]
         wholes = [i for i, share in enumerate(shares) if share is not None and share.whole]
         plan.copies = Copies(params, wholes)
         copied = plan.copies.renew(plan.held, [g for _, g, _ in found])
+        slots: list[tuple[Slot, str]] = []
         each = zip(found, shares, plan.held, *copied, strict=True)
         for (p, _, engine), share, held, stepped, g in each:
             work = stepped.resolve_neg().contiguous()
             plan.work.append(work)
-            written = work if share is None else share.written(work)
-            if written is not held:
-                plan.staged.append((held, written))
+            own_part = work if share is None else share.written(work)
+            if own_part is not held:
+                plan.staged.append((held, own_part))
             state, new = self._plain_state(p, stepped, group, share)
             if new:
                 plan.new_states[p] = state
             slot = self._slot(p, work, dispatch.readable(g, engine), group, state)
             if share is not None:
-                slot.groups = share.groups
-                block = slot.format.block
-                slot.blocks_before = share.places_before(block) // block
-                slot.weights_before = share.places_before(WEIGHT_BLOCK)
-            if dithers or slot.weights.dithered:
+                share.locate(slot)
+            if slot.weights.dithered or any(moment.stream for moment in rule.moments):
                 slot.tensor_key = dither.tensor_key(group["seed"], self._place(p).number)
-            address = work.data_ptr()
-            at = work.device, engine, turns[address]
-            batches.setdefault(at, []).append(slot)
-            turns[address] += address != 0  # which is that of empty tensors
+            slots.append((slot, engine))
         # Last, so that tensors which every step looks at lie together in memory.
         for p, share in zip(params, shares, strict=True):
             if share is not None and p in plan.new_states:
                 plan.new_states[p] = share.wrapped(plan.new_states[p])
         plan.gradients = [_sharding.local(p.grad) for p in params]
-        plan.batches = [
-            Batch(form[0], slots, device, engine, captured=self._captured, turn=turn)
-            for (device, engine, turn), slots in batches.items()
-        ]
+        plan.batches = batches_of(rule, slots, self._captured)
         return plan
 
     def _scaler(self, name: str) -> Tensor | None:

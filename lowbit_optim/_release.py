@@ -13,10 +13,11 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from lowbit_optim_kernels.plan import ProcessGroups
+
 from . import _checks, _sharding
 from ._optimizer import LowBitOptimizer, require_own
 from ._settings import PREVIOUS_NORM
-from ._sharding import Groups
 
 BUCKET_BYTES = 64 << 20
 
@@ -131,7 +132,7 @@ class ReleasedGradients:
         # By streams: what one of them has left to do, another does not wait for before the backward
         # pass is over.
         self._waiting: dict[Any, _Bucket] = {}
-        self._squares: dict[tuple[Any, Groups], Tensor] = {}
+        self._squares: dict[tuple[Any, ProcessGroups], Tensor] = {}
         self._taken: set[Tensor] = set()  # since the last step
         self._lock = threading.Lock()  # the backward pass has a thread for each device
         self._hooks: dict[Tensor, RemovableHandle] = {}
@@ -235,7 +236,7 @@ class ReleasedGradients:
 
     def _squares_with(
         self, params: Iterable[Tensor], stream: Any
-    ) -> dict[tuple[Any, Groups], Tensor]:
+    ) -> dict[tuple[Any, ProcessGroups], Tensor]:
         """Squared norms of this step's gradients and of these, by who has the other shards."""
         squares, at = dict(self._squares), self._norm().device
         for p in params:

@@ -24,13 +24,12 @@ from torch import Tensor
 
 from lowbit_optim_kernels.formats import Format, units
 from lowbit_optim_kernels.formats.layout import Layout
-from lowbit_optim_kernels.plan import Batch
+from lowbit_optim_kernels.plan import WEIGHT_BLOCK, Batch, ProcessGroups, Slot
 from lowbit_optim_kernels.rules import Moment
 from lowbit_optim_kernels.rules.shared import NORMS
 from lowbit_optim_kernels.weights import RESIDUAL_KEY, as_integers
 
 PLAIN = {Tensor, torch.nn.Parameter}
-Groups = tuple[tuple[Any, str], ...]  # process groups, each with the type of its devices
 _LOCAL, _SPEC = attrgetter("_local_tensor"), attrgetter("_spec")
 
 
@@ -116,7 +115,7 @@ def sharded_dims(p: Any) -> tuple[int, ...]:
     return tuple(i for i, placement in enumerate(p.placements) if placement.is_shard())
 
 
-def shard_groups(p: Any) -> Groups:
+def shard_groups(p: Any) -> ProcessGroups:
     """The processes that have the other shards of a DTensor; none of a plain tensor."""
     if not is_dtensor(p):
         return ()
@@ -190,7 +189,7 @@ class Share:
         return {**shapes, RESIDUAL_KEY: tuple(self.p.shape)}
 
     @property
-    def groups(self) -> Groups:
+    def groups(self) -> ProcessGroups:
         """The processes over which sums have to be added up."""
         return () if self.whole else shard_groups(self.p)
 
@@ -220,6 +219,12 @@ class Share:
             return 0
         (_, first), layout = self._place(), Layout.of(self.p.shape, block)
         return layout.places_before(first if layout.by_rows else first * self._in_row)
+
+    def locate(self, slot: Slot) -> None:
+        """Tell the slot of this shard where it begins, and over which processes to add its sums."""
+        slot.groups = self.groups
+        slot.blocks_before = self.places_before(slot.format.block) // slot.format.block
+        slot.weights_before = self.places_before(WEIGHT_BLOCK)
 
     @property
     def _in_row(self) -> int:

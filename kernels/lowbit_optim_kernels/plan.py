@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache, cached_property
 from typing import Any, Protocol
@@ -20,6 +21,8 @@ P, G, STEP, RESIDUAL, STATE = 0, 1, 2, 3, 4  # columns of a compiled engine's ad
 ALIGNMENT = 16  # bytes of the widest access
 WEIGHT_BLOCK = 64  # elements whose weights are rounded by the random bits of one block
 
+ProcessGroups = tuple[tuple[Any, str], ...]  # each with the type of its devices
+
 
 @dataclass
 class Slot:
@@ -33,8 +36,8 @@ class Slot:
         step: 0-d int64, the number of steps taken so far; written.
         rows, row: blocks restart every `row` elements; rows * row == p.numel().
         numel: element count of the global tensor.
-        groups: process groups over which a shard's sums are added up, one after the other, each
-            with the type of its devices; none of a whole tensor.
+        groups: process groups over which a shard's sums are added up, one after the other; none of
+            a whole tensor.
         lasting: a tensor for each of the rule's `lasting`: 0-d fp64, or fp32 of shape (100,).
         weights: how p is stored.
         residual: what is kept beside it, of its shape; written.
@@ -53,7 +56,7 @@ class Slot:
     row: int
     numel: int
     lasting: tuple[Tensor, ...] = ()
-    groups: tuple[tuple[Any, str], ...] = ()
+    groups: ProcessGroups = ()
     weights: Weights = PLAIN
     residual: Tensor | None = None
     tensor_key: int = 0
@@ -164,12 +167,12 @@ class Batch:
         return self.device, self.engine, self.turn
 
     @cached_property
-    def shards(self) -> dict[tuple[tuple[Any, str], ...], Tensor | None]:
+    def shards(self) -> dict[ProcessGroups, Tensor | None]:
         """The slots whose sums are added up over processes, by these; None for all slots.
 
         Their numbers are on the device: indexing by a list would have each step wait for its copy.
         """
-        found: dict[tuple[tuple[Any, str], ...], list[int]] = {}
+        found: dict[ProcessGroups, list[int]] = {}
         for i, slot in enumerate(self.slots):
             if slot.groups:
                 found.setdefault(slot.groups, []).append(i)
@@ -202,6 +205,23 @@ class Batch:
         self.reused, self.gradient_addresses = True, addresses
         for slot, g in zip(self.slots, gradients, strict=True):
             slot.g = g
+
+
+def batches_of(rule: Rule, slots: Iterable[tuple[Slot, str]], captured: list[Any]) -> list[Batch]:
+    """Slots, each with the name of its engine, by device and engine.
+
+    Of slots that have one parameter's memory each comes a turn later than the one before it.
+    """
+    found: dict[tuple[torch.device, str, int], list[Slot]] = {}
+    turns: Counter[int] = Counter()  # by address
+    for slot, engine in slots:
+        address = slot.p.data_ptr()
+        found.setdefault((slot.p.device, engine, turns[address]), []).append(slot)
+        turns[address] += address != 0  # which is that of all empty tensors
+    return [
+        Batch(rule, its, device, engine, captured=captured, turn=turn)
+        for (device, engine, turn), its in found.items()
+    ]
 
 
 def note_order(batches: Sequence[Batch]) -> None:
