@@ -76,11 +76,11 @@ def _agree(
         if error is None and differ:
             index = differ[0]
             shape = tuple(of_mesh[index % len(of_mesh)].shape)
-            some = "entries that others have not"
+            some = "different entries"
             if index < len(of_mesh):
-                some = f"{KINDS[low[index]]} or {KINDS[high[index]]}"
+                some = f"{KINDS[low[index]]} on some and {KINDS[high[index]]} on others"
             error = ValueError(
-                f"the ranks' state dicts differ: of a parameter of shape {shape} some have {some}"
+                f"the ranks' state dicts differ: of a parameter of shape {shape} they have {some}"
             )
     if error is not None:
         raise error

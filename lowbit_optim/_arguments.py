@@ -30,23 +30,23 @@ Args:
     min_8bit_size: tensors with fewer elements keep 32-bit state.
     percentile_clipping: clip the gradient's norm to this percentile (0..100) of the last 100 steps'
         norms; 100 is off.
-    block_wise: as in bitsandbytes; state is blockwise either way, and to give False warns.
+    block_wise: as in bitsandbytes; state is blockwise either way, and False only warns.
     is_paged: as in bitsandbytes; nothing is paged here, and True warns.
     max_unorm: cap ||u|| at max_unorm ||p||; 0 is off.
-    cautious: move only the elements whose update has the gradient's sign, by as much more as fewer
-        do (arXiv:2411.16085); not without momentum.
+    cautious: skip the elements whose update and gradient differ in sign, and divide the update of
+        the others by their share of all (arXiv:2411.16085). It needs momentum.
     state_format: name of the format that the moments are stored in; it decides `optim_bits`. None
         is what `optim_bits` means: "ratio4" for 4, "dynamic8" for 8, "float32" for 32.
     dither: round squares and slow averages by counted random bits instead of to nearest, so that
         they go on moving when a step changes them by less than a code.
-    seed: of these bits, and of those that round bf16 weights; 0 to 2^32 - 1.
-    master_weight_bits: the bits of bf16 parameters that training goes on with. None rounds them to
-        nearest, 16 by dither; 24 and 32 keep 8 and 16 further bits in the state, as
-        `master_residual`. "auto" is 16. Parameters in fp32 are not concerned; those in fp16 and
-        fp64 have only None.
+    seed: of the random bits by which `dither` and bf16 weights are rounded; 0 to 2^32 - 1.
+    master_weight_bits: the precision in which bf16 parameters are kept between steps. 16 rounds
+        them by dither, None to nearest; 24 and 32 keep 8 and 16 further bits in the state, as
+        `master_residual`. "auto" is 16. fp32 parameters ignore it; fp16 and fp64 ones take only
+        None and "auto", and are rounded to nearest.
     maximize: ascend instead of descend.
-    foreach: as in torch.optim; all tensors of a group are always stepped together.
-    capturable: as in torch.optim; steps of the Triton engine can always be captured.
+    foreach: accepted as in torch.optim; all tensors of a group are always stepped together.
+    capturable: accepted as in torch.optim; steps of the Triton engine can always be captured.
     differentiable: must be False.
     fused: True insists on a compiled engine, and `step` raises where there is none.
 """

@@ -115,9 +115,9 @@ class Cain(EagerOptimizer):
         if p.numel() <= 1:
             return {}
         vectors = {
-            _vector(dim): Extra((size,), 1.0, "not positive") for dim, size in enumerate(p.shape)
+            _vector(dim): Extra((size,), 1.0, must_be="> 0") for dim, size in enumerate(p.shape)
         }
-        return {"scale_exp_avg_sq": Extra((), never="negative"), **vectors}
+        return {"scale_exp_avg_sq": Extra((), must_be=">= 0"), **vectors}
 
     def _update(self, work: Work) -> Tensor:
         group, p, g, t = work.group, work.p, work.g, work.t

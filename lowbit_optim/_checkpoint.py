@@ -152,7 +152,9 @@ def check_groups(groups: Any) -> None:
             raise ValueError(f"{where} must have a list 'params', got {_named(params)}")
         for index in params:
             if not isinstance(index, (int, str)):
-                raise ValueError(f"{where} lists the parameter {index!r}, which is none")
+                raise ValueError(
+                    f"{where} must list parameters by index or name, got {_named(index)}"
+                )
 
 
 def merged_groups(optimizer: Optimizer, state_dict: Mapping[str, Any]) -> list[dict[str, Any]]:

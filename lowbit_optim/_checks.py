@@ -46,7 +46,7 @@ def number(
         upper = "" if high == math.inf else f" and {'<' if open_high else '<='} {high:g}"
         raise ValueError(f"{name} must be finite{lower}{upper}; got {value!r}")
     if isinstance(value, Integral) and abs(int(value)) > LARGEST_INTEGER:
-        raise ValueError(f"{name} must be a float beyond {LARGEST_INTEGER}; got {value!r}")
+        raise ValueError(f"{name} must be a float, not an integer, beyond 2**63 - 1; got {value!r}")
 
 
 def positive(name: str, value: Any, high: float = math.inf) -> None:
@@ -183,7 +183,7 @@ def storage(group: Mapping[str, Any]) -> None:
 
 def master_weight_bits(value: Any) -> None:
     """Refuse what is no width of master weights."""
-    one_of("master_weight_bits", value, (*weights.OF_BITS, "auto"))
+    one_of("master_weight_bits", value, (*weights.WEIGHTS, "auto"))
 
 
 def common(group: Mapping[str, Any]) -> None:

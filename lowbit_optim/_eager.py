@@ -12,7 +12,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -63,15 +63,15 @@ class Extra(NamedTuple):
     Attributes:
         shape: of its tensor.
         start: what it is filled with at first, unless the optimizer's `_new` says otherwise.
-        never: what none of its numbers is: "negative" or "not positive"; "" if they may be both.
+        must_be: ">= 0" or "> 0" if its numbers have to be, else "".
     """
 
     shape: tuple[int, ...]
     start: float = 0.0
-    never: str = ""
+    must_be: Literal["", ">= 0", "> 0"] = ""
 
 
-_IS = {"negative": torch.lt, "not positive": torch.le}  # with 0 as the second number
+_IS = {">= 0": torch.ge, "> 0": torch.gt}  # with 0 as the second number
 
 
 def _sum_dtype(x: Tensor) -> torch.dtype:
@@ -117,8 +117,8 @@ class EagerOptimizer(LowBitOptimizer):
     def __init__(self, params: Any, defaults: dict[str, Any], args: Any = None) -> None:
         super().__init__(params, {"max_unorm": 0.0, **defaults}, args)
 
-    def _forget(self) -> None:
-        super()._forget()
+    def _reset_caches(self) -> None:
+        super()._reset_caches()
         # What engines have made of the moments of each parameter, by the key of its random bits.
         self._tables: dict[int, tuple[Any, Any]] = {}
 
@@ -171,7 +171,7 @@ class EagerOptimizer(LowBitOptimizer):
         super()._check_saved(saved, p, group)
         for key, extra in self._extras(p, group, saved).items():
             if key in saved:
-                _check_extra(key, saved[key], extra.never)
+                _check_extra(key, saved[key], extra.must_be)
 
     def _fitted(self, saved: dict[str, Any], p: Tensor, group: Mapping[str, Any]) -> dict[str, Any]:
         state = super()._fitted(saved, p, group)
@@ -309,15 +309,15 @@ class EagerOptimizer(LowBitOptimizer):
         self._tables[key] = fits, batch.tables
 
 
-def _check_extra(key: str, value: Any, never: str) -> None:
+def _check_extra(key: str, value: Any, must_be: str) -> None:
     """Refuse numbers that no step leaves in a state beside the moments."""
     if not isinstance(value, Tensor):
         raise ValueError(f"{key!r} must be a tensor, got {value!r}")
     _saved.require_dense(key, value)
     if not bool(value.isfinite().all()):
         raise ValueError(f"{key!r} has elements that are not finite")
-    if never and bool(_IS[never](value, 0).any()):
-        raise ValueError(f"{key!r} has elements that are {never}")
+    if must_be and not bool(_IS[must_be](value, 0).all()):
+        raise ValueError(f"{key!r} has elements that are not {must_be}")
 
 
 def _clip_factor(g: Tensor, history: Tensor, step: int, percentile: int) -> Tensor:

@@ -56,13 +56,13 @@ class _Alike:
         index: where they are in the caller's list.
         shape: of each whole tensor.
         lengths: by rank the elements of a shard.
-        stay: whether they are joined in the same memory every time.
+        reused: whether they are joined in the same memory every time.
     """
 
     index: list[int]
     shape: torch.Size
     lengths: list[int]
-    stay: bool
+    reused: bool
     _kept: tuple[Sequence[Tensor], Sequence[Tensor]] | None = None
 
     def joined(self, pieces: Sequence[Tensor]) -> Sequence[Tensor]:
@@ -70,7 +70,7 @@ class _Alike:
         parts, wholes = self._kept or self._empty(pieces[0])
         for part, piece in zip(parts, pieces, strict=True):
             part.copy_(piece.view(part.shape))
-        if self.stay:
+        if self.reused:
             self._kept = parts, wholes
         return wholes
 
@@ -102,18 +102,21 @@ class _Gathering:
     lengths: list[list[int]]
 
     @staticmethod
-    def of(index: list[int], params: Sequence[Any], stay: int) -> _Gathering:
-        """That of tensors which are dealt out as these parameters are; the first `stay` stay."""
+    def of(index: list[int], params: Sequence[Any], reused: int) -> _Gathering:
+        """That of tensors which are dealt out as these parameters are.
+
+        The first `reused` are joined in the same memory every time.
+        """
         mesh = params[0].device_mesh
         dims = sharded_dims(params[0])
         sizes = [mesh.size(i) for i in dims]
         by_shape: dict[tuple[torch.Size, bool], list[int]] = {}
         for i, p in zip(index, params, strict=True):
-            by_shape.setdefault((p.shape, i < stay), []).append(i)
+            by_shape.setdefault((p.shape, i < reused), []).append(i)
         alike = []
-        for (shape, stays), some in by_shape.items():
+        for (shape, in_same), some in by_shape.items():
             of_ranks = [rows * shape[1:].numel() for rows in _rows(shape[0], sizes)]
-            alike.append(_Alike(some, shape, of_ranks, stays))
+            alike.append(_Alike(some, shape, of_ranks, in_same))
         by_shape_and_rank = [[len(x.index) * each for each in x.lengths] for x in alike]
         by_rank = [list(each) for each in zip(*by_shape_and_rank, strict=True)]
         longest = max(map(sum, by_rank))
@@ -190,5 +193,7 @@ class Copies:
         for i, (p, shard) in enumerate(zip(wholes, shards, strict=True)):
             kind = (p.device_mesh, p.placements, shard.dtype, shard.device)
             alike.setdefault(kind, []).append(i)
-        stay = len(self.index)
-        return [_Gathering.of(index, [wholes[i] for i in index], stay) for index in alike.values()]
+        reused = len(self.index)
+        return [
+            _Gathering.of(index, [wholes[i] for i in index], reused) for index in alike.values()
+        ]

@@ -10,7 +10,7 @@ from torch import nn
 
 from . import _checks
 
-NORMS = (nn.LayerNorm, nn.RMSNorm, nn.GroupNorm, nn.modules.batchnorm._NormBase)
+NORM_MODULES = (nn.LayerNorm, nn.RMSNorm, nn.GroupNorm, nn.modules.batchnorm._NormBase)
 EMBEDDINGS = (nn.Embedding, nn.EmbeddingBag)
 
 
@@ -65,7 +65,7 @@ def parameter_groups(
     _checks.flag("named", named)
     trained = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
     excluded = _matching([name for name, _ in trained], no_decay)
-    embeddings, norms = parameters_of(model, EMBEDDINGS), parameters_of(model, NORMS)
+    embeddings, norms = parameters_of(model, EMBEDDINGS), parameters_of(model, NORM_MODULES)
     groups: dict[tuple[bool, bool], list[Any]] = {}
     for name, p in trained:
         embedding = p in embeddings
@@ -103,6 +103,6 @@ def _matching(names: list[str], patterns: Iterable[str]) -> set[str]:
     for pattern in patterns:
         matches = {name for name in names if fnmatchcase(name, str(pattern))}
         if not matches:
-            raise ValueError(f"no_decay names {pattern!r}, which is no parameter to be trained")
+            raise ValueError(f"no_decay has {pattern!r}, which matches no trainable parameter")
         found |= matches
     return found

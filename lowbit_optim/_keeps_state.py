@@ -136,7 +136,11 @@ class KeepsState(Optimizer):
         _sharding.check(p, type(self).__name__)
         by_shards = not share.whole and _sharding.dealt_alike(saved, p)
         if by_shards:
-            plain, group, there = share.stepped(), share.settings(group), _sharding.unwrapped(saved)
+            plain, group, there = (
+                share.stepped(),
+                share.settings_for_shard(group),
+                _sharding.unwrapped(saved),
+            )
         else:
             plain = share.p.detach().full_tensor()
             there = {key: _sharding.gathered(x) for key, x in saved.items()}
@@ -217,7 +221,7 @@ class KeepsState(Optimizer):
             return state, state is not before
         held = share.holds(before)
         there = _sharding.unwrapped(before) if held else self._dealt_anew(before, group, share)
-        state = self._as_wanted(there, stepped, share.settings(group))
+        state = self._as_wanted(there, stepped, share.settings_for_shard(group))
         if held and state is there:
             return state, False
         return share.without_others(state, before), True

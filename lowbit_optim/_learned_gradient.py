@@ -142,13 +142,13 @@ class LearnedGradient(EagerOptimizer):
         n = p.numel()
         if n > 1:
             extras = {
-                "param_rms": Extra((), never="negative"),
+                "param_rms": Extra((), must_be=">= 0"),
                 "scale_exp_avg": Extra(()),
-                "scale_exp_avg_sq": Extra((), never="negative"),
+                "scale_exp_avg_sq": Extra((), must_be=">= 0"),
                 "scale_grads": Extra((SIZE_PERIOD,)),
             }
         if n <= SMALL:
-            return {**extras, "exp_avg_sq": Extra(tuple(p.shape), never="negative")}
+            return {**extras, "exp_avg_sq": Extra(tuple(p.shape), must_be=">= 0")}
         limit = group["max_size"] or n
         for dim, size in enumerate(p.shape):
             pair = f"lr_{dim}", f"grad_cov_{dim}"

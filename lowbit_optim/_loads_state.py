@@ -155,13 +155,13 @@ class LoadsState(KeepsState):
         return state
 
     def _codes_are_zero(self) -> bool:
-        """Whether there are moments in codes, on this rank, and all of them are 0."""
+        """Whether there are moments in codes of DTensors, on this rank, and all of them are 0."""
         scales = [
             _sharding.local(self.state[p][part.key])
             for group in self.param_groups
             for _, settings in self._overridden(resolved(group))
             for p in settings["params"]
-            if p in self.state and p.device.type != "meta"
+            if _sharding.is_dtensor(p) and p in self.state and p.device.type != "meta"
             for unit in units(self._moments(settings), self._format(p, settings))
             for part in unit.parts
             if part.per_block and part.key in self.state[p]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import itertools
 import weakref
 from collections.abc import Callable, Hashable, Iterable, Mapping
@@ -14,10 +15,10 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from . import _checks
 from ._arguments import NOT_SETTINGS
 from ._settings import Validate, resolved
-from ._state import agreeing
+from ._state import with_storage
 
 NOT_PER_PARAMETER = ("foreach", "fused", "capturable", "differentiable")
-COMMON = {
+NEUTRAL = {
     "lr": 0.0, "optim_bits": 32, "min_8bit_size": 4096, "percentile_clipping": 100,
     "max_unorm": 0.0, "state_format": None, "dither": True, "seed": 0,
     "master_weight_bits": "auto", "maximize": False, "capturable": False,
@@ -45,9 +46,11 @@ def _checked(config: Mapping[str, Any]) -> dict[str, Any]:
         raise TypeError(f"an override must be a dict of settings; got {config!r}")
     for key in config:
         if key not in _all_settings:
-            allowed = ", ".join(sorted(_all_settings))
-            raise ValueError(f"an override names the unknown setting {key!r}; there are: {allowed}")
-    settings = resolved({**COMMON, **agreeing(config, COMMON)})
+            near = difflib.get_close_matches(str(key), _all_settings)
+            allowed = ", ".join(near or sorted(_all_settings))
+            hint = "did you mean" if near else "there are"
+            raise ValueError(f"an override names the unknown setting {key!r}; {hint}: {allowed}")
+    settings = resolved({**NEUTRAL, **with_storage(config, NEUTRAL)})
     _checks.initial_learning_rate(settings["lr"])
     _checks.common(settings)
     return dict(config)
@@ -199,7 +202,7 @@ class GlobalOptimManager:
             found = [*of_modules.get(p, ()), *self._parameters.get(p, ())]
             merged: dict[str, Any] = {}
             for _, config in sorted(found, key=lambda pair: pair[0]):
-                merged.update(agreeing(config, merged))
+                merged.update(with_storage(config, merged))
             return merged
 
         return find
@@ -262,7 +265,7 @@ class Overrides:
         if not any(configs.values()):
             return [((), group)]
         parts: list[tuple[tuple, Mapping[str, Any]]] = [
-            (key, {**group, **agreeing(resolved(configs[key]), group), "params": members[key]})
+            (key, {**group, **with_storage(resolved(configs[key]), group), "params": members[key]})
             for key in members
         ]
         for _, part in parts:

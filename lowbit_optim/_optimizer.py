@@ -40,13 +40,19 @@ class LowBitOptimizer(LoadsState):
     every step, state is created at a parameter's first step, and all parameters of a group are
     stepped together by the engine that `lowbit_optim.engine_for` names.
 
-    A step that raises has changed nothing, if it raises before the first parameter is written: for
-    bad settings, parameters or gradients, when memory for state runs out, while code is compiled,
-    and at Ctrl-C up to there. Later only a copy of all parameters could undo it: at Ctrl-C or with
-    no memory left between two groups, two parts of a tensor on the torch engine, a tensor that is
-    not contiguous and its copy, or in `Cain` or `LearnedGradient`, whose state comes first; and
-    Ctrl-C in the microseconds in which a compiled engine counts a step, or begins to write, leaves
-    it counted. On a GPU a group's last kernel is compiled when earlier groups have been launched.
+    A step that raises before the first parameter is written leaves parameters, moments and counts
+    of steps as they were: for bad settings, parameters or gradients, when memory for state runs
+    out, while code is compiled, and at Ctrl-C until then. (Only the norm of its gradient may stay
+    in the history of `percentile_clipping`.) Undoing a later one would take a copy of all
+    parameters, so Ctrl-C or a lack of memory leaves it partly done:
+
+    - between two groups;
+    - between two parts of a tensor on the torch engine;
+    - between a tensor that is not contiguous and its copy;
+    - in `Cain` and `LearnedGradient`, whose state comes first;
+    - in the microseconds in which a compiled engine counts a step or begins to write.
+
+    On a GPU a group's last kernel is compiled when earlier groups have been launched.
     """
 
     grad_scale: Tensor  # which a GradScaler sets while it has `step` called
@@ -63,9 +69,9 @@ class LowBitOptimizer(LoadsState):
         _checks.optim_bits(own["optim_bits"])
         if own["optim_bits"] == 32:  # may be the default, which a state_format replaces
             del own["optim_bits"]
-        defaults.update(_state.agreeing(own, {}))
+        defaults.update(_state.with_storage(own, {}))
         self._check_given(defaults)
-        self._forget()
+        self._reset_caches()
         super().__init__(params, defaults)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -77,13 +83,13 @@ class LowBitOptimizer(LoadsState):
         if "cautious" in inspect.signature(type(self)).parameters:
             added["cautious"] = False
         self.defaults = {**added, **self.defaults}
-        self._forget()
+        self._reset_caches()
         for index, group in enumerate(self.param_groups):
             for key, value in added.items():
                 group.setdefault(key, value)
             self._settings.remember(index, group)
 
-    def _forget(self) -> None:
+    def _reset_caches(self) -> None:
         self.plans: dict[Any, StepPlan] = {}
         self._captured: list[Any] = []
         self._settings = Settings()
@@ -132,7 +138,7 @@ class LowBitOptimizer(LoadsState):
             if "params" not in param_group:
                 raise ValueError(f"a parameter group must have 'params', got {list(param_group)}")
             settings = {key: value for key, value in param_group.items() if key != "params"}
-            settings = _state.agreeing(plain(settings), self.defaults)
+            settings = _state.with_storage(plain(settings), self.defaults)
             self._check_given({**self.defaults, **settings})
             param_group.update(settings)
         super().add_param_group(param_group)
@@ -234,8 +240,8 @@ class LowBitOptimizer(LoadsState):
     def _step_groups(self) -> None:
         """Step every parameter that has a gradient.
 
-        All that is refused is refused, all memory for new state is had and all code is compiled
-        before the first parameter or state changes.
+        Every check and allocation, and on CPUs every compilation, comes before the first change of
+        a parameter or its state.
         """
         last, self.plans, self._places = self.plans, {}, {}
         params = self._renumbered()

@@ -99,8 +99,8 @@ def _check_model(model: nn.Module) -> None:
     _checks.module("model", model)
     if any(isinstance(x, nn.parallel.DistributedDataParallel) for x in model.modules()):
         raise ValueError(
-            "gradients cannot be released under DistributedDataParallel, which adds those of all "
-            "ranks up after the hooks of parameters have run; use fully_shard (FSDP2), which runs "
+            "gradients cannot be released under DistributedDataParallel, which reduces those of "
+            "all ranks after the hooks of parameters have run; use fully_shard (FSDP2), which runs "
             "them afterwards, or call optimizer.step_parameter(p) in a hook after the all-reduce"
         )
 
@@ -160,8 +160,8 @@ class ReleasedGradients:
             )
         if any(getattr(p, "_is_flat_param", False) for p in new):
             raise ValueError(
-                "gradients cannot be released of the flat parameters of FullyShardedDataParallel, "
-                "which it goes on using after their hooks have run; use fully_shard (FSDP2)"
+                "gradients of flat parameters cannot be released: FullyShardedDataParallel uses "
+                "them after the hooks have run; use fully_shard (FSDP2)"
             )
         self._hooks.update((p, p.register_post_accumulate_grad_hook(self._take)) for p in new)
         _released_params.update(dict.fromkeys(new, True))

@@ -21,13 +21,24 @@ from lowbit_optim_kernels.formats import (
     units,
 )
 from lowbit_optim_kernels.rules import Moment
-from lowbit_optim_kernels.weights import OF_BITS as WEIGHTS
-from lowbit_optim_kernels.weights import RESIDUAL_KEY, as_integers
+from lowbit_optim_kernels.weights import RESIDUAL_KEY, WEIGHTS, as_integers
 
 from . import _sharding
 
 REAL = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 Moments = tuple[Moment, ...]
+
+_CAST = (
+    "torch.distributed.checkpoint casts what it reads to the dtypes of this optimizer. Build one "
+    "with the settings that were saved, read the checkpoint into that, and give its state_dict() "
+    "to this one"
+)
+
+_LOAD_AS_SAVED = (
+    "torch.distributed.checkpoint puts a whole state dict into the state of this optimizer, and "
+    "casts it with broadcast_from_rank0. Give it to load_state_dict() on every rank instead, see "
+    "docs/guides/sharded.md"
+)
 
 
 def _formats_of(saved: Mapping[str, Any], moments: Moments) -> dict[Format, set[str]]:
@@ -220,9 +231,9 @@ def without_own(
     if kept is None:
         names = " and ".join(repr(format.name) for format in there)
         raise ValueError(
-            f"it has tensors of {names}; its group in state_dict says "
-            f"{named and named.name!r}, this optimizer has {own.name!r}, and so it does "
-            f"not tell which were saved; {_LOAD_AS_SAVED}"
+            f"it has tensors of {names}, and its group in state_dict, which says "
+            f"{named and named.name!r}, does not tell which were saved (this optimizer has "
+            f"{own.name!r}); {_LOAD_AS_SAVED}"
         )
     others = {key for keys in there.values() for key in keys} - kept
     return {key: value for key, value in saved.items() if key not in others}
@@ -243,7 +254,13 @@ def require_uncast(
     """Refuse codes that have been cast to numbers, or the reverse: nothing makes moments of these.
 
     torch.distributed.checkpoint reads into the tensors of the optimizer at hand and casts what it
-    finds in the file to their dtypes, without a word. What a group was saved with comes as it was.
+    finds in the file to their dtypes, without a word. What a group was saved with comes as it was:
+
+        saved as           cast to       is known by
+        8- or 4-bit codes  numbers       a group of coded moments, all of whose numbers are whole
+        32-bit numbers     codes         a group of 32 bits, with DTensors of codes and equal scales
+        a residual         other widths  another dtype than the group's master_weight_bits mean
+
     All moments of a parameter are cast or none, so those that an override keeps in 32 bits pass if
     one of them has a number that is not whole. Numbers become codes by `broadcast_from_rank0` only,
     and so in DTensors, of the format at hand; others may be of a group whose bits were changed.
@@ -277,19 +294,6 @@ def require_uncast(
             f"{RESIDUAL_KEY!r} is {got} and was saved with master_weight_bits={bits}, which is "
             f"{wanted}; {_CAST}"
         )
-
-
-_CAST = (
-    "torch.distributed.checkpoint casts what it reads to the dtypes of this optimizer. Build one "
-    "with the settings that were saved, read the checkpoint into that, and give its state_dict() "
-    "to this one"
-)
-
-_LOAD_AS_SAVED = (
-    "torch.distributed.checkpoint puts a whole state dict into the state of this optimizer, and "
-    "casts it with broadcast_from_rank0. Give it to load_state_dict() on every rank instead, see "
-    "docs/guides/sharded.md"
-)
 
 
 def _require_no_codes(saved: Mapping[str, Any], moments: Moments, format: Format) -> None:

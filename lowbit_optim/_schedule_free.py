@@ -91,8 +91,8 @@ class ScheduleFreeAdamW(LowBitOptimizer):
     ) -> None:
         super().__init__(params, {**settings_of(locals()), "train_mode": True}, args)
 
-    def _forget(self) -> None:
-        super()._forget()
+    def _reset_caches(self) -> None:
+        super()._reset_caches()
         # Those that hold the other point than their group's: where a switch was interrupted.
         self._apart: set[Tensor] = set()
 

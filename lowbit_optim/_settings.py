@@ -15,7 +15,7 @@ import numpy as np
 from torch import Tensor
 
 from . import _checks
-from ._state import agreeing
+from ._state import with_storage
 
 Validate = Callable[[Mapping[str, Any]], None]
 
@@ -101,7 +101,7 @@ class Settings:
         if now == before:
             return
         changed = {key: value for key, value in now.items() if value != before.get(key, self)}
-        agreed = {**now, **agreeing(changed, before)}
+        agreed = {**now, **with_storage(changed, before)}
         _checks.storage(agreed)
         group.update({key: value for key, value in agreed.items() if value != now[key]})
         self._stored_as[index] = agreed

@@ -3,10 +3,11 @@
 All else of the package sees plain tensors: the shard of a parameter that this rank holds, with the
 format of the whole one, as if it were a parameter. State that has a number an element, or a block,
 is kept as DTensors with the parameter's placements, so that checkpoints can be written and read on
-any number of ranks. Blocks restart at every row, hence a shard of rows has whole blocks. Where they
-run over a flattened tensor and a shard ends within one of coded state, or where the rule cannot go
-by rows, every rank steps the whole tensor, with the whole state: then codes are those of one
-process there, too. Weights share no scale: their random bits are known wherever a shard begins.
+any number of ranks. Blocks restart at every row, hence a shard of rows has whole blocks. In two
+cases every rank steps the whole tensor, with the whole state, so that codes are those of one
+process there, too: if the rule needs all rows at once, and if blocks run over the flattened tensor
+and a shard would end inside a block of coded state. Weights share no scale: their random bits are
+known wherever a shard begins.
 """
 
 from __future__ import annotations
@@ -198,8 +199,11 @@ class Share:
         tensor: Tensor = self.p.detach().full_tensor() if self.whole else local(self.p)
         return tensor
 
-    def settings(self, group: Mapping[str, Any]) -> Mapping[str, Any]:
-        """A group's settings for what is stepped: its precision is that of the whole parameter."""
+    def settings_for_shard(self, group: Mapping[str, Any]) -> Mapping[str, Any]:
+        """A group's settings for what is stepped of the parameter.
+
+        Their `min_8bit_size` decides for the shard what the real one does for the whole parameter.
+        """
         if self.whole:
             return group
         coded = self.p.numel() >= group["min_8bit_size"]

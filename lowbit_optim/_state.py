@@ -11,8 +11,7 @@ from torch import Tensor
 from lowbit_optim_kernels.formats import FORMATS, OF_BITS, Format, compute_dtype, constant, units
 from lowbit_optim_kernels.plan import STEP_DTYPE
 from lowbit_optim_kernels.rules import Lasting, Moment
-from lowbit_optim_kernels.weights import OF_BITS as WEIGHTS
-from lowbit_optim_kernels.weights import PLAIN, RESIDUAL_KEY, Weights
+from lowbit_optim_kernels.weights import PLAIN, RESIDUAL_KEY, WEIGHTS, Weights
 
 from . import _checks
 
@@ -65,7 +64,7 @@ def stored(
     return tensors
 
 
-def agreeing(own: Mapping[str, Any], inherited: Mapping[str, Any]) -> dict[str, Any]:
+def with_storage(own: Mapping[str, Any], inherited: Mapping[str, Any]) -> dict[str, Any]:
     """Settings of a group, of an override or of a constructor, with what they mean for storage.
 
     Args:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from . import _checks
 from ._optimizer import LowBitOptimizer
-from ._state import agreeing
+from ._state import with_storage
 
 
 class TrustOptimizer(LowBitOptimizer):
@@ -49,7 +49,7 @@ class TrustOptimizer(LowBitOptimizer):
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a parameter group; see `LowBitOptimizer`."""
         if isinstance(param_group, dict):
-            merged = {**self.defaults, **agreeing(param_group, self.defaults)}
+            merged = {**self.defaults, **with_storage(param_group, self.defaults)}
             self._check_given(merged)
             # Whole groups of another optimizer have their defaults as keys of their own.
             names = [name for name in (*self.OF_TRUST, "max_unorm") if name in param_group]

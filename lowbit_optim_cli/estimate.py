@@ -238,5 +238,5 @@ def legend(model: Model, rows: Sequence[Row], shards: int) -> list[str]:
         lines.append("*: by its documented layout, not measured.")
     others = sorted(ROLES.keys() - {row.layout.family for row in rows})
     if others:
-        lines.append(f"--optimizer, which takes names or all, has also {', '.join(others)}.")
+        lines.append(f"More with --optimizer NAME, or all: {', '.join(others)}.")
     return lines

@@ -318,8 +318,8 @@ def refused(rank, world, folder):
     for state_dict, said in (
         ({**saved, "state": {**saved["state"], 0: damaged}}, r"parameter 0.*has scales that are"),
         ({**whole, "lowbit_optim": {"format_version": 99, "optimizer": "adam"}}, "version 99"),
-        (whole, "state dicts differ: .*some have whole tensors or shards"),
-        ({**saved, "state": {0: saved["state"][0]}}, "some have no state or shards"),
+        (whole, "state dicts differ: .*have whole tensors on some and shards"),
+        ({**saved, "state": {0: saved["state"][0]}}, "have no state on some and shards"),
     ):
         good = whole if "version" in said else saved
         with pytest.raises(ValueError, match=said):

@@ -22,7 +22,7 @@ def stepped(engine, device, cuts, origin, bits):
     """A vector after two steps as pieces between these elements: its tensors, joined again."""
     generator = torch.Generator().manual_seed(0)
     p, g = (torch.randn(CUTS[-1], generator=generator).to(device, torch.bfloat16) for _ in "pg")
-    stored, slots = weights.OF_BITS[bits], []
+    stored, slots = weights.WEIGHTS[bits], []
     for start, stop in pairwise(cuts):
         zeros = torch.zeros(stop - start, device=device)
         residual = None if stored.residual is None else zeros.to(stored.residual)

@@ -326,7 +326,7 @@ def test_a_triton_that_cannot_compile_the_kernels_is_not_asked_to(monkeypatch):
     refusal = engines.TRITON.refusal(cuda, torch.float32)
     assert "3.4" in refusal.reason
     assert refusal.warn
-    with pytest.warns(RuntimeWarning, match="slower torch engine: Triton before 3.4"):
+    with pytest.warns(RuntimeWarning, match="slower torch engine: kernels need Triton 3.4"):
         choice = dispatch.choose("auto", "", cuda, torch.float32)
     assert choice.name == "torch"
     monkeypatch.setenv("TRITON_INTERPRET", "1")

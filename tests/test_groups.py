@@ -123,8 +123,8 @@ def test_an_optimizer_takes_them(with_names):
         ({"decay_embeddings": 1}, "decay_embeddings"),
         ({"named": "yes"}, "named"),
         ({"no_decay": "position"}, "no_decay"),
-        ({"no_decay": ["positions"]}, "no_decay names 'positions'"),
-        ({"no_decay": [5]}, "no_decay names 5"),
+        ({"no_decay": ["positions"]}, "no_decay has 'positions'"),
+        ({"no_decay": [5]}, "no_decay has 5"),
     ],
 )
 def test_bad_arguments(options, match):

@@ -29,7 +29,7 @@ def split(x, bits, random=0):
 
 
 def joined(p, residual, bits):
-    kept_as = weights.OF_BITS[bits]
+    kept_as = weights.WEIGHTS[bits]
     residual = None if kept_as.residual is None else residual.to(kept_as.residual)
     return kept_as.read(p, residual, torch.float32)
 
@@ -49,7 +49,7 @@ def test_a_split_is_the_one_that_is_specified(bits, digest):
     p, residual = split(w, bits, np.resize(random, w.shape).astype(np.int64))
     parts = [p.view(torch.int16).numpy().view(np.uint16)]
     if bits > 16:
-        parts.append(residual.to(weights.OF_BITS[bits].residual).numpy())
+        parts.append(residual.to(weights.WEIGHTS[bits].residual).numpy())
     assert reference.digest(*parts) == digest
 
 
@@ -81,7 +81,7 @@ def test_numbers_without_neighbours(bits):
         assert back[7].isnan()
         assert p[7:].view(torch.int16).item() == 0x7FC0
         assert residual[7] == 0
-    masked = weights.OF_BITS[24].read(
+    masked = weights.WEIGHTS[24].read(
         torch.tensor([0.0, -0.0]).bfloat16(), torch.tensor([-5, 100], dtype=torch.int8), None
     )
     assert torch.equal(patterns(masked), patterns([0.0, -0.0]))
@@ -234,7 +234,7 @@ def test_a_checkpoint_of_other_bits(before, after):
     optimizer.load_state_dict(saved)
     assert optimizer.param_groups[0]["master_weight_bits"] == after
     for i, p in enumerate(params):
-        state, kept = optimizer.state[p], weights.OF_BITS[after].residual
+        state, kept = optimizer.state[p], weights.WEIGHTS[after].residual
         assert (KEY in state) == (kept is not None)
         old = saved["state"][i].get(KEY)
         if kept is None:
@@ -289,7 +289,7 @@ def test_a_residual_of_a_parameter_that_waits_for_new_bits_is_loaded(before, aft
     want, got = (next(w for _, w in master_weights(o)) for o in (optimizer, resumed))
     assert ((got - want).abs() <= 2.0**-15 * want.abs()).all()
     cast = optimizer.state_dict()  # as torch.distributed.checkpoint does, to the dtype of `resumed`
-    cast["state"][0][KEY] = cast["state"][0][KEY].to(weights.OF_BITS[after].residual)
+    cast["state"][0][KEY] = cast["state"][0][KEY].to(weights.WEIGHTS[after].residual)
     cast["param_groups"][0]["master_weight_bits"] = before
     with pytest.raises(ValueError, match=f"was saved with master_weight_bits={before}"):
         resumed.load_state_dict(cast)

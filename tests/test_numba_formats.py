@@ -119,7 +119,7 @@ def test_master_weights_are_as_on_torch(bits, name, options):
     options = {"dtype": torch.bfloat16, "master_weight_bits": bits, **options}
     got, want = (run(engine, name, **options) for engine in ENGINES)
     for p, q, state, other in zip(*got[:1], *want[:1], got[1], want[1], strict=True):
-        kept = weights.OF_BITS[bits]
+        kept = weights.WEIGHTS[bits]
         masters = [
             kept.read(x, s.get(weights.RESIDUAL_KEY), torch.float32)
             for x, s in ((p, state), (q, other))
@@ -201,7 +201,7 @@ def slot_of(shape, format, bits, p, g, before=0, weights_before=0):
         for part, zero in zip(unit.parts, zeros, strict=True):
             at = part.shape(shape, unit.format.block)
             state.append(torch.full(at, zero, dtype=part.dtype or torch.float32))
-    kept = weights.OF_BITS[bits]
+    kept = weights.WEIGHTS[bits]
     residual = None if kept.residual is None else torch.zeros(shape, dtype=kept.residual)
     return Slot(
         p.clone(), g, format, tuple(state), torch.tensor(2**32 - 2), layout.rows, layout.row,
@@ -316,7 +316,7 @@ def test_weights_are_split_and_joined_as_on_torch(bits):
 
     from lowbit_optim_kernels.engines.numba.memory import load_f32, store_f32
 
-    kept = weights.OF_BITS[bits]
+    kept = weights.WEIGHTS[bits]
     split = getattr(numba_weights, f"split_{kept.extra}")
     join = getattr(numba_weights, f"join_{kept.extra}")
 

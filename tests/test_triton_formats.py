@@ -130,7 +130,7 @@ def test_weights_are_as_on_torch(name, shapes, bits):
     # Bits of a residual differ where fp32 numbers do in their last ones.
     params, states = compare(name, shapes=shapes, share=0.1 if bits == 32 else 2e-3, **more)
     kept = {state["master_residual"].dtype for state in states if "master_residual" in state}
-    assert kept == {weights.OF_BITS[bits].residual} - {None}
+    assert kept == {weights.WEIGHTS[bits].residual} - {None}
     assert {p.dtype for p in params} == {torch.bfloat16}
 
 
@@ -297,7 +297,7 @@ def weights_of_all_kinds():
 
 @pytest.mark.parametrize("bits", [16, 24, 32])
 def test_weights_are_split_and_joined_as_on_torch(bits):
-    kind, w = weights.OF_BITS[bits], weights_of_all_kinds()
+    kind, w = weights.WEIGHTS[bits], weights_of_all_kinds()
     random_bits = torch.randint(0, 2**32, (8192,), generator=torch.Generator().manual_seed(0))
     high = torch.zeros(8192, dtype=torch.bfloat16, device=DEVICE)
     low = torch.zeros(8192, dtype=kind.residual or torch.int8, device=DEVICE)

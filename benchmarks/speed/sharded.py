@@ -39,7 +39,7 @@ class Case:
 
 CASES = {
     "fp32": Case(torch.float32, 64),
-    "bf16": Case(torch.bfloat16, 100),  # of more ranks cut within blocks of random bits
+    "bf16": Case(torch.bfloat16, 100),  # on several ranks shards end inside a block of random bits
     "coded": Case(torch.float32, 4096),  # the smallest that are kept in 8 bits
 }
 

@@ -1,4 +1,4 @@
-"""What is written of an optimizer for another library: its groups, parameters and numbers."""
+"""An optimizer's groups, parameters and moments, read out for another library's layout."""
 
 from __future__ import annotations
 

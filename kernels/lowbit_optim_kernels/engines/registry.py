@@ -115,7 +115,7 @@ def _without_sources() -> Refusal | None:
         inspect.getsource(sys.modules[__name__])
     except OSError:
         package = __name__.partition(".")[0]
-        reason = f"kernels are made of the sources of {package}, which are not there"
+        reason = f"kernels are generated from the source files of {package}, which are missing"
         return Refusal(reason, warn=True)
     return None
 
@@ -135,11 +135,9 @@ def _triton_declines(device: torch.device, dtype: torch.dtype) -> Refusal | None
 
     major, minor, *_ = triton.__version__.split(".")
     if (int(major), int(minor)) < (3, 4):
-        return Refusal(
-            "Triton before 3.4 lacks what the compiling of the codec's look-ups needs (torch 2.8 "
-            "comes with 3.4)",
-            warn=True,
-        )
+        found = triton.__version__
+        reason = f"kernels need Triton 3.4 or newer, which torch 2.8 comes with; this is {found}"
+        return Refusal(reason, warn=True)
     return None
 
 

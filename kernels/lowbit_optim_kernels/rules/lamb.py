@@ -18,7 +18,7 @@ def prepare_lamb(step, lr, beta1, beta2, eps, weight_decay, decoupled, bias_corr
 
 
 @gives("rate")
-def trust_ratio(p_sq, u_sq, lr, trust_coefficient, norm_low, norm_high):
+def trust_rate(p_sq, u_sq, lr, trust_coefficient, norm_low, norm_high):
     """The learning rate times eta phi(||p||) / ||r||; the ratio is 1 where a norm is 0."""
     kept = minimum(maximum(sqrt(p_sq), norm_low), norm_high)
     norm = sqrt(u_sq)
@@ -37,6 +37,6 @@ def lamb_rule(
     direction, phases = cautious(adam_chain(use_amsgrad, decay and coupled), caution)
     if decay and trust and not coupled:
         direction = (*direction, decay_in_direction)
-    last = Phase((*direction, parameter_and_update_norms), trust_ratio)
+    last = Phase((*direction, parameter_and_update_norms), trust_rate)
     phases = (*phases, last) if trust else (*phases, *caps(direction, cap))
     return Rule("lamb", direction, prepare_lamb, AMSGRAD if use_amsgrad else ADAM, phases)

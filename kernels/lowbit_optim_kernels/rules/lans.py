@@ -16,17 +16,17 @@ def prepare_lans(step, lr, beta1, beta2, eps):
     return 1.0 - beta1, 1.0 - beta2, 1.0 / bias1, 1.0 / sqrt(bias2), eps + TINY, 1.0, lr
 
 
-@gives("unit", "p_norm")
+@gives("inverse_norm", "p_norm")
 def normalize(p_sq, g_sq, lower_bound, upper_bound):
     """What makes the gradient a unit vector (a zero one stays zero), and the bounded ||p||."""
-    unit = where(g_sq == 0.0, 0.0, 1.0 / sqrt(where(g_sq == 0.0, 1.0, g_sq)))
-    return unit, minimum(maximum(sqrt(p_sq), lower_bound), upper_bound)
+    inverse_norm = where(g_sq == 0.0, 0.0, 1.0 / sqrt(where(g_sq == 0.0, 1.0, g_sq)))
+    return inverse_norm, minimum(maximum(sqrt(p_sq), lower_bound), upper_bound)
 
 
 @gives("g")
-def normalized(g, unit):
+def normalized(g, inverse_norm):
     """The gradient as a unit vector."""
-    return g * unit
+    return g * inverse_norm
 
 
 @gives("g")

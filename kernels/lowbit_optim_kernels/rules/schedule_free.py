@@ -10,24 +10,26 @@ MOMENTS = (Moment("exp_avg_sq", SQUARE, decay="beta2"), Moment("z", exact=True))
 LASTING = (Lasting("weight_sum"), Lasting("lr_max"))
 
 
-@gives("weight_sum", "lr_max", "gain2", "root", "floor", "size", "share", "pull", "shrink", "rate")
+@gives(
+    "weight_sum", "lr_max", "gain2", "root", "floor", "step_size", "share", "pull", "shrink", "rate"
+)
 def prepare_schedule_free(
     step, lr, beta1, beta2, eps, warmup_steps, r, weight_lr_power, weight_sum, lr_max
 ):  # fmt: skip
     """`share` is what z weighs in the average x, of all weights so far.
 
     With y = beta1 x + (1 - beta1) z, which p holds, and without x:
-    y = (1 - share) y + share z - size (1 - beta1 (1 - share)) u.
+    y = (1 - share) y + share z - step_size (1 - beta1 (1 - share)) u.
     """
     risen = minimum(step / where(warmup_steps == 0.0, 1.0, warmup_steps), 1.0)
-    size = lr * where(warmup_steps == 0.0, 1.0, risen)
-    largest = maximum(lr_max, size)
+    step_size = lr * where(warmup_steps == 0.0, 1.0, risen)
+    largest = maximum(lr_max, step_size)
     weight = power(step, r) * power(largest, weight_lr_power)
     total = weight_sum + weight
     share = where(total == 0.0, 0.0, weight / where(total == 0.0, 1.0, total))
-    pull = size * (1.0 - beta1 * (1.0 - share))
+    pull = step_size * (1.0 - beta1 * (1.0 - share))
     root = 1.0 / sqrt(1.0 - power(beta2, step))
-    return total, largest, 1.0 - beta2, root, eps + TINY, size, share, pull, 1.0, 1.0
+    return total, largest, 1.0 - beta2, root, eps + TINY, step_size, share, pull, 1.0, 1.0
 
 
 @gives("u", "exp_avg_sq")
@@ -50,9 +52,9 @@ def capped(u, cap):
 
 
 @gives("u", "z")
-def averaged(p, u, z, size, share, pull):
+def averaged(p, u, z, step_size, share, pull):
     """Defazio et al., arXiv:2405.15682, eq. 4 to 6, for y and z."""
-    return share * (p - z) + pull * u, z - size * u
+    return share * (p - z) + pull * u, z - step_size * u
 
 
 def schedule_free_rule(cap: bool) -> Rule:

@@ -8,11 +8,15 @@ from .shared import caps, cautious, coupled_decay
 MOMENTUM = (Moment("momentum_buffer", decay="momentum"),)
 
 
+def shares(step, momentum, dampening):
+    """Of buffer and gradient in the new buffer: a first one is the gradient, as in torch."""
+    return where(step == 1.0, 0.0, momentum), where(step == 1.0, 1.0, 1.0 - dampening)
+
+
 @gives("keep", "take", "shrink", "rate")
 def prepare_sgd(step, lr, momentum, dampening):
-    """The momentum buffer of a first step is the gradient itself, as in torch.optim.SGD."""
-    keep = where(step == 1.0, 0.0, momentum)
-    take = where(step == 1.0, 1.0, 1.0 - dampening)
+    """Of the momentum buffer b the step makes keep b + take g."""
+    keep, take = shares(step, momentum, dampening)
     return keep, take, 1.0, lr
 
 
@@ -91,16 +95,14 @@ def trust_ratio(
 @gives("keep", "take", "shrink", "rate", "inner", "wd")
 def prepare_lars(step, lr, momentum, dampening, weight_decay, skip_wd):
     """As SGD; `inner` and `rate` are replaced where a trust ratio is asked for."""
-    keep = where(step == 1.0, 0.0, momentum)
-    take = where(step == 1.0, 1.0, 1.0 - dampening)
+    keep, take = shares(step, momentum, dampening)
     return keep, take, 1.0, lr, 1.0, where(skip_wd == 1.0, 0.0, weight_decay)
 
 
 @gives("keep", "take", "shrink", "rate", "inner", "wd")
 def prepare_lars_inside(step, lr, momentum, dampening, weight_decay, skip_wd):
     """The same with lr inside momentum; a rule of its own, since `inner` is no constant here."""
-    keep = where(step == 1.0, 0.0, momentum)
-    take = where(step == 1.0, 1.0, 1.0 - dampening)
+    keep, take = shares(step, momentum, dampening)
     return keep, take, 1.0, 1.0, lr, where(skip_wd == 1.0, 0.0, weight_decay)
 
 

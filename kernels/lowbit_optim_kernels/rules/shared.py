@@ -47,16 +47,16 @@ def caps(direction: Chain, cap: bool) -> tuple[Phase, ...]:
     return (Phase((*direction, parameter_and_update_norms), cap_update),) if cap else ()
 
 
-@gives("kept")
+@gives("agrees")
 def agreement(g, u):
     """One where the direction has the sign of the gradient; their sum is how many elements have."""
     return where(u * g > 0.0, 1.0, 0.0)
 
 
 @gives("boost")
-def boost_agreeing(kept, numel):
+def boost_agreeing(agrees, numel):
     """What makes up for the elements that stay: one over the share of those that move."""
-    return 1.0 / maximum(kept / maximum(numel, 1.0), LEAST_SHARE)
+    return 1.0 / maximum(agrees / maximum(numel, 1.0), LEAST_SHARE)
 
 
 @gives("u")

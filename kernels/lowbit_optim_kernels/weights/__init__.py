@@ -97,7 +97,7 @@ def split(w: Tensor, extra: int, random: Tensor | None) -> tuple[Tensor, Tensor]
 
 PLAIN = Weights(None)
 # What `master_weight_bits` means for bf16 parameters.
-OF_BITS = {
+WEIGHTS = {
     None: PLAIN,
     16: Weights(16, dithered=True),
     24: Weights(24, extra=8, dithered=True, residual=torch.int8),

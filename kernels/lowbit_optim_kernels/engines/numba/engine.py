@@ -20,7 +20,7 @@ from ...formats.layout import Layout
 from ...plan import Batch
 from ...rules import Moment
 from .. import torch as engine_torch
-from . import modules, source
+from . import job, modules, source
 from . import threads as numba_threads
 from .cache import c_function
 from .plan import current, threads_for
@@ -65,8 +65,8 @@ class NumbaRun:
             torch._foreach_sub_([slot.step for slot in self.batch.slots], 1)
 
     def _per_tensor(self, name: str, sums: np.ndarray | None = None) -> None:
-        words = [0, len(self.batch.slots), *self.plan.tables]
-        words += [0 if sums is None else sums.ctypes.data, int(self.live)]
+        at = 0 if sums is None else sums.ctypes.data
+        words = job.tensor_words(0, len(self.batch.slots), self.plan.tables, at, self.live)
         numba_threads.call(self.plan.per_tensor[name], words)
 
 

@@ -19,6 +19,10 @@ phase's COMBINE; else 0.
 A job of tensors is of the per-tensor arithmetic of those from FIRST to before LAST.
 """
 
+from __future__ import annotations
+
+from collections.abc import Sequence
+
 WORD = 8
 
 NUMBER, TICKETS, THREADS, EACH, COUNT, WORK = range(0, 6 * WORD, WORD)
@@ -32,3 +36,18 @@ TICKET = 64  # bytes of a row of tickets
 DONE = WORD  # in a thread's: bits of the pieces that are done
 # In the first: how many threads would combine, and 1 when that is done.
 COMBINING, COMBINED = WORD, 2 * WORD
+
+
+def tensor_words(
+    first: int, last: int, tables: Sequence[int], sums: int = 0, live: bool = True
+) -> list[int]:
+    """The words of a job of tensors; `tables` are addresses of the first four of `passes`' tables.
+
+    Args:
+        first: the first tensor.
+        last: the one after the last.
+        tables: addresses of the address table, geometry, hyperparameters and scalars.
+        sums: address of a phase's sums over tensors, float64; 0 where there are none.
+        live: whether the step is taken.
+    """
+    return [first, last, *tables, sums, int(live)]

@@ -13,10 +13,14 @@ tensors:
     chunks    int64   (chunks, 3)     tensor, first block, number of blocks
     partial   float64 (chunks, ...)   sums of a reduction's terms over one chunk
 
-A pass is one function, put together as text: Numba would take a second to inline it. Its blocks
-come as runs of n elements: whole blocks, or one short one, which goes through padded scratch
-memory. MOMENTS are those that the format codes, EXACT those that are kept as they are. A format
-whose module names a template of its own (`PASSES`) replaces functions of this one.
+A pass is one function, put together as text: Numba would take a second to inline it. So this file
+is never run as it stands. A call without arguments that is a statement, as `compute()`, is replaced
+by that function's body, which shares the variables of its caller, and `for x in (value,)` binds x
+in what is put there. Blocks come as runs of n elements: whole blocks, or one short one, which goes
+through padded scratch memory. `at[...]` are a run's addresses, `start` and `stop` a block's first
+element and the one after its last, `j` the first of 16 elements, and `row` is where the moments of
+the block are. MOMENTS are those that the format codes, EXACT those that are kept as they are. A
+format whose module names a template of its own (`PASSES`) replaces functions of this one.
 
 What is rounded by dither takes its random bits by numbers of blocks in the whole tensor: `number`
 is that of a run's first block. A parameter's own blocks, of 64, may begin within one of the

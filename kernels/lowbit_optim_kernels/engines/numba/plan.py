@@ -95,7 +95,7 @@ class Sweep:
         self.threads = threads_for(sum(elements for *_, elements in windows), threads)
         self.partial = [np.empty((begins[-1], len(phase.sums))) for phase in phases]
         self.sums = [np.empty((len(plan.address), len(phase.sums))) for phase in phases]
-        self.tensor = np.array([0, 0, *plan.tables, 0, 1], dtype=np.int64)
+        self.combined = np.array(job.tensor_words(0, 0, plan.tables), dtype=np.int64)
         self.tickets = np.zeros((len(windows), 1 + len(phases), 1 + threads, 8), dtype=np.int64)
         table = np.zeros((len(windows), 1 + len(phases), job.ROW // job.WORD), dtype=np.int64)
         address, geometry, hyper, scalars = plan.tables
@@ -119,7 +119,7 @@ class Sweep:
         """Run a part."""
         self.tickets[:] = 0
         rows = self.parts[part]
-        work = [rows.ctypes.data, len(rows), self.tensor.ctypes.data, numba_threads.let_others()]
+        work = [rows.ctypes.data, len(rows), self.combined.ctypes.data, numba_threads.let_others()]
         numba_threads.run(self.function, self.threads, self.threads, work)
 
 

@@ -169,7 +169,7 @@ class Ratio4(Format):
     def refusal(self, moments: Sequence[Moment]) -> str | None:
         if sorted(m.role for m in moments if not m.exact) == [RATIO, SQUARE]:
             return None
-        return "it needs exactly one moment that is divided by the root of one square"
+        return "ratio4 stores exactly one moment with the one square whose root divides it"
 
     def parts(self, moments: Sequence[Moment]) -> tuple[Part, ...]:
         ratio, square = sorted(moments, key=lambda moment: moment.role)
