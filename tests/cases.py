@@ -21,9 +21,9 @@ SHAPES = [
 ]  # fmt: skip
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
-FIRST, SECOND = True, False  # the signed map holds first moments, the unsigned one second moments
-MOMENTUM = {"momentum_buffer": FIRST}
-ADAM = {"exp_avg": FIRST, "exp_avg_sq": SECOND}
+SIGNED, UNSIGNED = True, False  # the map of codes: of first moments, and of second ones
+MOMENTUM = {"momentum_buffer": SIGNED}
+ADAM = {"exp_avg": SIGNED, "exp_avg_sq": UNSIGNED}
 
 
 @dataclass(frozen=True)
@@ -137,7 +137,7 @@ SGD = [
     _capped("SGD", reference.sgd, MOMENTUM, 0.05, momentum=0.9, weight_decay=0.1),
 ]
 
-AMSGRAD = {**ADAM, "max_exp_avg_sq": SECOND}
+AMSGRAD = {**ADAM, "max_exp_avg_sq": UNSIGNED}
 ADAMS = [
     Case("Adam", {}, reference.adam, ADAM),
     Case("Adam", {"weight_decay": 0.1, "maximize": True}, reference.adam, ADAM),
@@ -159,17 +159,17 @@ CASES = LARS + [replace(case, rtol=1e-5) for case in SGD + ADAMS]
 
 def _lion(**options):
     """A sign turns where an error crosses zero: a larger nmse."""
-    return Case("Lion", options, reference.lion, {"exp_avg": FIRST}, nmse=5e-3)
+    return Case("Lion", options, reference.lion, {"exp_avg": SIGNED}, nmse=5e-3)
 
 
 TRUST = {"trust_coefficient": 1.0, "weight_decay": 0.05}
-SLOW = {**ADAM, "exp_avg_slow": FIRST}
-SQUARE = {"square_avg": SECOND}
-AVERAGED = {"exp_avg_sq": SECOND}  # and z, which is never coded
+SLOW = {**ADAM, "exp_avg_slow": SIGNED}
+SQUARE = {"square_avg": UNSIGNED}
+AVERAGED = {"exp_avg_sq": UNSIGNED}  # and z, which is never coded
 
 
 def _centered(moments, **options):
-    first, first8 = {"square_avg": SECOND}, {"variance": SECOND}
+    first, first8 = {"square_avg": UNSIGNED}, {"variance": UNSIGNED}
     return Case(
         "RMSprop", {"centered": True, **options}, reference.rmsprop, {**first, **moments},
         moments8={**first8, **moments}, rule8=reference.rmsprop_by_variance,
@@ -198,11 +198,11 @@ CASES_FAMILY = [
     Case("RMSprop", {}, reference.rmsprop, SQUARE),
     Case("RMSprop", {"momentum": 0.9, "weight_decay": 0.1}, reference.rmsprop,
          {**SQUARE, **MOMENTUM}),
-    _centered({"grad_avg": FIRST}, alpha=0.9),
-    _centered({"grad_avg": FIRST, **MOMENTUM}, momentum=0.9, weight_decay=0.1, maximize=True),
-    Case("Adagrad", {}, reference.adagrad, {"sum": SECOND}),
+    _centered({"grad_avg": SIGNED}, alpha=0.9),
+    _centered({"grad_avg": SIGNED, **MOMENTUM}, momentum=0.9, weight_decay=0.1, maximize=True),
+    Case("Adagrad", {}, reference.adagrad, {"sum": UNSIGNED}),
     Case("Adagrad", {"lr_decay": 0.1, "initial_accumulator_value": 0.1, "weight_decay": 0.1},
-         reference.adagrad, {"sum": SECOND}),
+         reference.adagrad, {"sum": UNSIGNED}),
     Case("AdEMAMix", {}, reference.ademamix, SLOW),
     Case("AdEMAMix", {"t_alpha": 10, "t_beta3": 12}, reference.ademamix, SLOW),
     Case("ScheduleFreeAdamW", {}, reference.schedule_free_adamw, AVERAGED),
@@ -235,7 +235,7 @@ CASES_IN_DOUBLE = [
     _cautious("AdamW", reference.adamw, AMSGRAD, amsgrad=True, percentile_clipping=5),
     _cautious("LAMB", reference.lamb, ADAM),
     _cautious("ADOPT", reference.adopt, ADAM),
-    _cautious("Lion", reference.lion, {"exp_avg": FIRST}, maximize=True),
+    _cautious("Lion", reference.lion, {"exp_avg": SIGNED}, maximize=True),
     _cautious("RMSprop", reference.rmsprop, {**SQUARE, **MOMENTUM}, momentum=0.9),
     _cautious("AdEMAMix", reference.ademamix, SLOW),
     _cautious("Eve", reference.eve, ADAM),
@@ -248,12 +248,12 @@ def _icefall(name, rule, moments, options):
 
 
 def _cain(**options):
-    return _icefall("Cain", reference.cain, {"delta": FIRST, "exp_avg_sq": SECOND}, options)
+    return _icefall("Cain", reference.cain, {"delta": SIGNED, "exp_avg_sq": UNSIGNED}, options)
 
 
 def _learned(**options):
     rule = reference.learned_gradient
-    return _icefall("LearnedGradient", rule, {"exp_avg": FIRST}, options)
+    return _icefall("LearnedGradient", rule, {"exp_avg": SIGNED}, options)
 
 
 CASES_ICEFALL = [

@@ -128,7 +128,7 @@ def pytest_collection_modifyitems(config, items):
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_call(item):
-    """There a test that asks numba for float16 cannot run."""
+    """Skip tests that ask numba for float16 on a CPU without F16C."""
     try:
         return (yield)
     except RuntimeError as error:

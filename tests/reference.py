@@ -13,7 +13,7 @@ import torch
 
 
 def _clipped(g, state, t, percentile):
-    """SPEC section 4: scale g so that its norm is at most the given percentile of the last 100.
+    """Scale g so that its norm is at most the given percentile of the last 100.
 
     The window is fp32 in every precision, and a norm is compared as it is recorded.
     """
@@ -39,7 +39,7 @@ def _ema(state, key, beta, value):
 
 
 def _capped(u, p, max_unorm):
-    """SPEC section 4: u min(1, max_unorm ||p|| / ||u||); 0 is off."""
+    """u min(1, max_unorm ||p|| / ||u||); 0 is off."""
     bound, norm = max_unorm * p.norm(), u.norm()
     return u * (bound / norm) if max_unorm > 0 and norm > bound else u
 
@@ -55,7 +55,7 @@ def _rms(x):
 
 
 def _lars_trust(p, g, lr, decay, eta, eps, trust_clip, zero_norm, adapt, skip_wd, bounds):
-    """The trust ratio tau and the weight decay wd of SPEC section 3, LARS; `decay` is lambda."""
+    """The trust ratio tau and the weight decay wd of LARS, see docs/lars.md; `decay` is lambda."""
     wd = 0.0 if skip_wd else decay
     if eta is None or (adapt == "wd" and decay == 0):
         return 1.0, wd
@@ -80,7 +80,7 @@ def lars(p, g, state, *, lr, momentum=0.0, dampening=0.0, weight_decay=0.0, nest
          max_unorm=0.02, trust_coefficient=None, eps=0.0, trust_clip=False, scale_at="grad",
          zero_norm="one", adapt="always", skip_wd=False, weight_norm_bounds=None, maximize=False,
          percentile_clipping=100, cautious=False):  # fmt: skip
-    """You, Gitman & Ginsburg, arXiv:1708.03888, in the readings that SPEC section 3 lists."""
+    """You, Gitman & Ginsburg, arXiv:1708.03888, in the readings that docs/lars.md lists."""
     _, g = _begin(g, state, maximize, percentile_clipping)
     trust = trust_coefficient, eps, trust_clip, zero_norm, adapt, skip_wd, weight_norm_bounds
     tau, wd = _lars_trust(p, g, lr, weight_decay, *trust)
@@ -305,7 +305,7 @@ def _cain_rms(p, state, t, rms_eps):
 def cain(p, g, state, *, lr=1e-2, betas=(0.9, 0.98), eps=1e-8, scale_speed=0.05, rms_eps=1e-5,
          param_max=20.0, bias_correction_fix=False, maximize=False,
          percentile_clipping=100):  # fmt: skip
-    """icefall's Cain as SPEC section 3 states it; t counts the previous steps."""
+    """icefall's Cain as its docstring states it; t counts the previous steps."""
     t, g = _begin(g, state, maximize, percentile_clipping)
     t, (beta1, beta2) = t - 1, betas
     delta = beta1 * state.get("delta", torch.zeros_like(p))
@@ -367,7 +367,7 @@ def learned_gradient(p, g, state, *, lr=3e-2, size_lr_scale=0.1, meta_lr_scale=1
                      betas=(0.9, 0.98), eps=1e-8, param_min_rms=1e-5, param_max_rms=2.0,
                      lr_est_period=10, max_step_scale=2.0, max_size=None, maximize=False,
                      percentile_clipping=100):  # fmt: skip
-    """icefall's draft, repaired as SPEC section 3 states it; t counts the previous steps."""
+    """icefall's draft, repaired as LearnedGradient's docstring says; t counts previous steps."""
     t, g = _begin(g, state, maximize, percentile_clipping)
     t, (beta1, beta2), n = t - 1, betas, p.numel()
     if t == 0:

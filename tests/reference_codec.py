@@ -1,4 +1,4 @@
-"""The `dynamic8` format by brute force, importing nothing of the package (SPEC 1)."""
+"""The `dynamic8` format by brute force, importing nothing of the package."""
 
 import hashlib
 
@@ -64,7 +64,7 @@ OF_GAP = {"torch": 0.0, "numba": 0.0, "triton": 5 * (2 * 2.0**-18 + 1e-5)}
 def rounding(signed, engine):
     """How far from each of the 255 midpoints an engine may still give the other code.
 
-    SPEC 1 lets engines differ only where float rounding puts a number on the other side of a
+    Engines may differ only where float rounding puts a number on the other side of a
     midpoint. All divide by absmax and take an affine function of the quotient within a decade;
     this is the sum of what those operations may round off, relative to absmax.
     """

@@ -1,4 +1,4 @@
-"""The codec `dynamic8` on every engine, against brute force and against what SPEC 1 promises."""
+"""The codec `dynamic8` on every engine, against brute force and against what it promises."""
 
 from functools import cache
 

@@ -120,3 +120,20 @@ def test_pages_load_nothing_from_elsewhere():
     for page in DOCS.rglob("*.md"):
         text = page.read_text(encoding="utf-8")
         assert not re.search(r"!\[[^]]*\]\(https?:|```mermaid|<script|<img", text), page
+
+
+def test_the_architecture_page_lists_every_room():
+    """Of optimizers one file is listed for all."""
+    text = (DOCS / "architecture.md").read_text(encoding="utf-8").partition("```\n")[2]
+    drawn = set(re.findall(r"\w+\.py|\w+/", text.partition("```")[0]))
+    upper, cli = ROOT / "lowbit_optim", ROOT / "lowbit_optim_cli"
+    rooms = {
+        f"{path.name}/" if path.is_dir() else path.name
+        for folder in (upper, cli, ROOT / "kernels" / "lowbit_optim_kernels")
+        for path in folder.iterdir()
+        if path.suffix == ".py" or (path / "__init__.py").exists()
+    }
+    optimizers = {path.name for path in upper.glob("_*.py") if "@documented" in path.read_text()}
+    assert rooms - optimizers - {"__init__.py", "__main__.py"} <= drawn
+    folders = [ROOT, *(x for top in ("lowbit_optim*", "kernels") for x in ROOT.glob(f"{top}/**/"))]
+    assert all(any((folder / name).exists() for folder in folders) for name in drawn)

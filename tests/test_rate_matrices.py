@@ -37,7 +37,7 @@ def by_einsum(x, matrices):
 
 
 def gain(g, m, rates, covariances):
-    """SPEC 3: sum(g d) / sqrt(mean((Π C_d / mean diag C) d ∘ d))."""
+    """As LearnedGradient's docstring: sum(g d) / sqrt(mean((Π C_d / mean diag C) d ∘ d))."""
     d = by_einsum(m, rates)
     scaled = {dim: c / (c.diagonal().mean() + 1e-20) for dim, c in covariances.items()}
     return (g * d).sum() / (by_einsum(d, scaled) * d).mean().sqrt()
