@@ -70,7 +70,18 @@ class LoadsState(KeepsState):
         Beside torch's `state` and `param_groups` it has `lowbit_optim`: the format version and the
         optimizer's family. An 8-bit moment `<key>` is uint8 codes of the parameter's shape, with
         its fp32 scales in `<key>_absmax`, or in `<key>_scale` in the formats `ratio8` and `ratio4`.
+
+        Raises:
+            ValueError: if `state` has a parameter that is in no parameter group.
         """
+        listed = {p for group in self.param_groups for p in group["params"]}
+        for p in self.state:
+            if isinstance(p, Tensor) and p not in listed:
+                raise ValueError(
+                    f"{type(self).__name__}.state has a parameter of shape {tuple(p.shape)} that "
+                    "is in no parameter group; delete its entry, or where another one has taken "
+                    "its place, state[other] = state.pop(p)"
+                )
         if _checkpoint.add_header not in self._optimizer_state_dict_post_hooks.values():
             self.register_state_dict_post_hook(_checkpoint.add_header, prepend=True)
         return super().state_dict()

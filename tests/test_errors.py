@@ -327,6 +327,10 @@ def with_a_bad_setting(saved):
     saved["param_groups"][0]["lr"] = NAN
 
 
+def with_numbers_as_strings(saved):
+    saved["state"] = {str(key): state for key, state in saved["state"].items()}
+
+
 def with_nothing(saved):
     saved.clear()
 
@@ -342,6 +346,7 @@ DAMAGES = [
     (of_a_newer_format, "format_version 1000, newer than the 2"),
     (of_another_class, "of the optimizer 'Adafactor'"),
     (with_a_bad_setting, "lr"),
+    (with_numbers_as_strings, "'0', which no .* must be integers"),
     (with_nothing, "has no 'state'"),
 ]
 
