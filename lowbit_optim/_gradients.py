@@ -53,9 +53,9 @@ def checked(p: Tensor, name: str) -> Tensor:
 
     Raises:
         TypeError: for a parameter that no step could change.
-        RuntimeError: for a DTensor that is not dealt out by rows, a FakeTensor, a sparse gradient,
-            one of another type, shape or on another device than the parameter, or a parameter
-            whose elements share memory.
+        RuntimeError: for a DTensor that is not dealt out by rows, a FakeTensor, a sparse or complex
+            gradient, one of another type, shape or on another device than the parameter, or a
+            parameter whose elements share memory.
     """
     g = p.grad
     assert g is not None
@@ -79,6 +79,8 @@ def checked(p: Tensor, name: str) -> Tensor:
             f"{name} does not support sparse gradients; "
             "use sparse=False in the layer, or torch.optim.SparseAdam"
         )
+    if g.is_complex():
+        raise RuntimeError(f"{name} does not support complex gradients; take their real part")
     if g.shape != p.shape:
         raise RuntimeError(
             f"{name}: a parameter of shape {tuple(p.shape)} has a gradient of "
