@@ -234,3 +234,33 @@ def test_numpy_in_other_places():
     saved = saved_and_loaded([optimizer.state_dict(), scheduler.state_dict()])
     assert saved[0]["param_groups"][0]["amsgrad"] is True
     assert saved[1]["batch"] == 3
+
+
+class Rate(float):
+    """As YAML's that is written back as it was has them; so are those that follow."""
+
+
+class Count(int):
+    pass
+
+
+class Word(str):
+    __slots__ = ()
+
+
+class Pair(list):
+    pass
+
+
+def test_settings_of_a_configurations_own_classes_are_saved_as_pythons():
+    own = {
+        "lr": Rate(0.5), "betas": Pair([Rate(0.5), 0.75]), "min_8bit_size": Count(1),
+        "state_format": Word("ratio8"),
+    }  # fmt: skip
+    saved = []
+    for settings in (own, {"lr": 0.5, "betas": [0.5, 0.75], "state_format": "ratio8"}):
+        constructed = train(ADAMW(parameters(), **{"min_8bit_size": 1, **settings}), 1)
+        later = ADAMW(parameters(), min_8bit_size=1)
+        later.param_groups[0].update(settings)
+        saved += [saved_and_loaded(x.state_dict()) for x in (constructed, train(later, 1))]
+    assert identical(saved[:2], saved[2:])
