@@ -74,7 +74,7 @@ class LoadsState(KeepsState):
         Raises:
             ValueError: if `state` has a parameter that is in no parameter group.
         """
-        listed = {p for group in self.param_groups for p in group["params"]}
+        listed = set(self._listed())
         for p in self.state:
             if isinstance(p, Tensor) and p not in listed:
                 raise ValueError(
@@ -103,7 +103,7 @@ class LoadsState(KeepsState):
             ValueError: when it is of another optimizer, of a newer format, or does not fit the
                 parameters; nothing has been changed then.
         """
-        params = [p for group in self.param_groups for p in group["params"]]
+        params = self._listed()
         # What one rank can look at alone comes first: a rank that raises while others ask all for
         # their shards would leave them waiting.
         with agreeing(params) as its_saved:
@@ -162,10 +162,20 @@ class LoadsState(KeepsState):
 
         Their random bits follow from these, which lists that users change may shift unnoticed.
         """
-        listed = [p for group in self.param_groups for p in group["params"]]
+        listed = self._listed()
         if not same_objects(listed, self._numbered):
             self._numbered, self._numbering = listed, self._numbering + 1
         return listed
+
+    def _listed(self) -> list[Tensor]:
+        """All parameters, in the order of their numbers."""
+        for index, group in enumerate(self.param_groups):
+            if not hasattr(group["params"], "__getitem__"):  # a generator is empty the next time
+                raise TypeError(
+                    f"params of parameter group {index} must be a list; got "
+                    f"{type(group['params']).__name__}"
+                )
+        return [p for group in self.param_groups for p in group["params"]]
 
     def _place(self, p: Tensor) -> Place:
         """Where a parameter is; users may have changed the groups since it was last asked."""

@@ -236,6 +236,19 @@ def test_numpy_in_other_places():
     assert saved[1]["batch"] == 3
 
 
+@pytest.mark.parametrize("several", [iter, set], ids=lambda kind: kind.__name__)
+def test_parameters_that_are_no_list_are_refused(several):
+    """A generator, as `model.parameters()` is one, is empty when it is read again."""
+    optimizer = train(ADAMW(parameters()), 1)
+    params = all_parameters(optimizer)
+    optimizer.param_groups[0]["params"] = several(params)
+    for use in (optimizer.step, optimizer.state_dict):
+        with pytest.raises(TypeError, match="parameter group 0 must be a list; got"):
+            use()
+    optimizer.param_groups[0]["params"] = tuple(params)
+    optimizer.load_state_dict(train(optimizer, 1).state_dict())
+
+
 class Rate(float):
     """As YAML's that is written back as it was has them; so are those that follow."""
 
