@@ -236,8 +236,10 @@ def saved_states(
     for key, value in states.items():
         # By a word of its own an optimizer around this one keeps what is of no parameter.
         if isinstance(value, Mapping) and not (isinstance(key, str) and key.isidentifier()):
+            number = isinstance(key, str) and key.isdecimal() and int(key) in named
+            hint = "; numbers of parameters must be integers, not strings" if number else ""
             raise ValueError(
-                f"state_dict['state'] has an entry {key!r}, which no parameter group lists"
+                f"state_dict['state'] has an entry {key!r}, which no parameter group lists{hint}"
             )
 
 

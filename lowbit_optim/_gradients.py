@@ -12,11 +12,34 @@ from lowbit_optim_kernels.engines.registry import is_wrapper
 
 from . import _sharding
 
+DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+
 
 def of(params: Sequence[Tensor]) -> list[Tensor | None]:
     """Each parameter's gradient, without asking subclasses such as DTensor how to get at it."""
     with torch._C.DisableTorchFunctionSubclass():
         return [p.grad for p in params]
+
+
+def _is_steppable(p: Tensor) -> bool:
+    return p.dtype in DTYPES and p.layout == torch.strided
+
+
+def is_left_alone(p: Tensor) -> bool:
+    """Whether a parameter is one that no step could change and, being frozen, none is to.
+
+    So are the weights of a quantized model whose adapters are trained.
+    """
+    return isinstance(p, torch.nn.Parameter) and not p.requires_grad and not _is_steppable(p)
+
+
+def require_steppable(p: Tensor, name: str) -> None:
+    """Raise a TypeError for a parameter that no step could change; `name` is the optimizer's."""
+    if not _is_steppable(p):
+        allowed = ", ".join(str(dtype).removeprefix("torch.") for dtype in DTYPES)
+        raise TypeError(
+            f"{name} takes dense parameters of dtype {allowed}; got {p.dtype}, {p.layout}"
+        )
 
 
 def checked(p: Tensor, name: str) -> Tensor:
@@ -29,12 +52,14 @@ def checked(p: Tensor, name: str) -> Tensor:
         name: the optimizer's, for errors.
 
     Raises:
-        RuntimeError: for a DTensor that is not dealt out by rows, a FakeTensor, a sparse gradient,
-            one of another type, shape or on another device than the parameter, or a parameter
-            whose elements share memory.
+        TypeError: for a parameter that no step could change.
+        RuntimeError: for a DTensor that is not dealt out by rows, a FakeTensor, a sparse or complex
+            gradient, one of another type, shape or on another device than the parameter, or a
+            parameter whose elements share memory.
     """
     g = p.grad
     assert g is not None
+    require_steppable(p, name)
     if _sharding.is_dtensor(p):
         p, g = _sharding.local(p), _sharding.gradient(p, name)
     if is_wrapper(type(g)) and hasattr(g, "wait"):
@@ -54,6 +79,8 @@ def checked(p: Tensor, name: str) -> Tensor:
             f"{name} does not support sparse gradients; "
             "use sparse=False in the layer, or torch.optim.SparseAdam"
         )
+    if g.is_complex():
+        raise RuntimeError(f"{name} does not support complex gradients; take their real part")
     if g.shape != p.shape:
         raise RuntimeError(
             f"{name}: a parameter of shape {tuple(p.shape)} has a gradient of "

@@ -71,7 +71,18 @@ class LoadsState(KeepsState):
         Beside torch's `state` and `param_groups` it has `lowbit_optim`: the format version and the
         optimizer's family. An 8-bit moment `<key>` is uint8 codes of the parameter's shape, with
         its fp32 scales in `<key>_absmax`, or in `<key>_scale` in the formats `ratio8` and `ratio4`.
+
+        Raises:
+            ValueError: if `state` has a parameter that is in no parameter group.
         """
+        listed = set(self._listed())
+        for p in self.state:
+            if isinstance(p, Tensor) and p not in listed:
+                raise ValueError(
+                    f"{type(self).__name__}.state has a parameter of shape {tuple(p.shape)} that "
+                    "is in no parameter group; delete its entry, or where another one has taken "
+                    "its place, state[other] = state.pop(p)"
+                )
         if _checkpoint.add_header not in self._optimizer_state_dict_post_hooks.values():
             self.register_state_dict_post_hook(_checkpoint.add_header, prepend=True)
         return super().state_dict()
@@ -93,7 +104,7 @@ class LoadsState(KeepsState):
             ValueError: when it is of another optimizer, of a newer format, or does not fit the
                 parameters; nothing has been changed then.
         """
-        params = [p for group in self.param_groups for p in group["params"]]
+        params = self._listed()
         # What one rank can look at alone comes first: a rank that raises while others ask all for
         # their shards would leave them waiting.
         with agreeing(params) as its_saved:
@@ -173,11 +184,21 @@ class LoadsState(KeepsState):
 
         Their random bits follow from these, which lists that users change may shift unnoticed.
         """
-        listed = [p for group in self.param_groups for p in group["params"]]
+        listed = self._listed()
         if not same_objects(listed, self._numbered):
             self._numbered, self._numbering = listed, self._numbering + 1
             self._overrides.forget()
         return listed
+
+    def _listed(self) -> list[Tensor]:
+        """All parameters, in the order of their numbers."""
+        for index, group in enumerate(self.param_groups):
+            if not hasattr(group["params"], "__getitem__"):  # a generator is empty the next time
+                raise TypeError(
+                    f"params of parameter group {index} must be a list; got "
+                    f"{type(group['params']).__name__}"
+                )
+        return [p for group in self.param_groups for p in group["params"]]
 
     def _place(self, p: Tensor) -> Place:
         """Where a parameter is; users may have changed the groups since it was last asked."""

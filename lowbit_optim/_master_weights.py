@@ -13,6 +13,7 @@ from lowbit_optim_kernels.weights import RESIDUAL_KEY, as_integers, converted, s
 
 from . import _checks, _sharding
 from ._agreement import agreeing
+from ._gradients import is_left_alone
 from ._optimizer import LowBitOptimizer, require_own
 from ._saved import require_dense, require_shape, require_values
 
@@ -28,7 +29,8 @@ def master_weights(optimizer: LowBitOptimizer) -> Iterator[tuple[Name, Tensor]]:
     Yields:
         For each parameter its name, if the optimizer was given names, or else its number in
         `state_dict()`; and its weight, fp32 (fp64 of an fp64 parameter) and of its shape: a
-        DTensor of a DTensor, and of an fp32 parameter its own memory.
+        DTensor of a DTensor, and of an fp32 parameter its own memory. Frozen parameters of other
+        dtypes, as quantized weights are, are left out.
 
     Raises:
         TypeError: for another optimizer.
@@ -139,7 +141,7 @@ def _named(optimizer: LowBitOptimizer) -> Iterator[tuple[Name, Tensor, Mapping[s
             settings.update(dict.fromkeys(part["params"], part))
         names = group.get("param_names") or range(number, number + len(group["params"]))
         for name, p in zip(names, group["params"], strict=True):
-            if p not in seen:
+            if p not in seen and not is_left_alone(p):
                 seen[p] = number
                 yield name, p, settings[p]
             number += 1

@@ -30,7 +30,6 @@ FORM = (
 )  # fmt: skip
 # Settings that every group has, whether or not the class has arguments for them.
 EVERYWHERE = {"state_format": None, "dither": True, "seed": 0, "master_weight_bits": "auto"}
-PARAMETER_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
 class LowBitOptimizer(LoadsState):
@@ -132,7 +131,8 @@ class LowBitOptimizer(LoadsState):
 
         Raises:
             ValueError, TypeError: for a setting that is not allowed, a dict without `params` or a
-                parameter that is not real and floating; nothing has been added then.
+                parameter that is not real and floating, unless it is frozen, as quantized weights
+                are; nothing has been added then.
         """
         if isinstance(param_group, dict):
             if "params" not in param_group:
@@ -145,13 +145,9 @@ class LowBitOptimizer(LoadsState):
         added = self.param_groups[-1]
         try:
             for p in added["params"]:
-                if p.dtype not in PARAMETER_DTYPES or p.layout != torch.strided:
-                    allowed = ", ".join(str(d).removeprefix("torch.") for d in PARAMETER_DTYPES)
-                    raise TypeError(
-                        f"{type(self).__name__} takes dense parameters of dtype {allowed}; got "
-                        f"{p.dtype}, {p.layout}"
-                    )
-                self._weights(p, resolved(added))
+                if not _gradients.is_left_alone(p):
+                    _gradients.require_steppable(p, type(self).__name__)
+                    self._weights(p, resolved(added))
         except (TypeError, ValueError):
             self.param_groups.pop()
             raise

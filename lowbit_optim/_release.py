@@ -156,7 +156,7 @@ class ReleasedGradients:
         if taken is not None:
             raise ValueError(
                 f"a parameter of shape {tuple(taken.shape)} is stepped in the backward pass by "
-                "another optimizer already"
+                "another optimizer already; call remove() of that handle first"
             )
         if any(getattr(p, "_is_flat_param", False) for p in new):
             raise ValueError(

@@ -28,15 +28,21 @@ _PLAIN = (float, int, bool, str, type(None))
 def plain(value: Any) -> Any:
     """A tree of Python's own numbers and lists, as `torch.load(weights_only=True)` reads them.
 
-    Others are NumPy's numbers and the lists of a configuration that OmegaConf or Hydra has read.
+    Others are NumPy's numbers and what configurations have: the lists of OmegaConf and Hydra, the
+    numbers, strings and lists of classes of their own by which YAML is written back as it was.
     """
     if isinstance(value, np.generic) or (isinstance(value, np.ndarray) and value.ndim == 0):
         return value.item()
     if isinstance(value, dict):
         return {key: plain(item) for key, item in value.items()}
-    if type(value) in (list, tuple):
-        items = type(value)(map(plain, value))
-        return value if all(map(is_, items, value)) else items
+    if isinstance(value, list) or type(value) is tuple:
+        own = list if isinstance(value, list) else tuple
+        items = own(map(plain, value))
+        return value if type(value) is own and all(map(is_, items, value)) else items
+    if isinstance(value, str) and type(value) is not str:
+        return str.__str__(value)
+    if isinstance(value, (float, int)) and type(value) not in _PLAIN:
+        return float(value) if isinstance(value, float) else int(value)
     if isinstance(value, Sequence) and not isinstance(value, (str, bytes, list, tuple)):
         return list(map(plain, value))
     return value

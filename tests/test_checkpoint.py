@@ -228,6 +228,13 @@ def test_what_a_user_keeps_with_a_parameter_and_in_a_group_is_copied():
     assert identical(kept, {"sizes": [torch.ones(3)]})
 
 
+def test_the_state_of_a_parameter_in_no_group_is_not_saved():
+    optimizer = train(lowbit_optim.AdamW8bit(parameters(shapes=[(300,), (7, 3)])), 1)
+    optimizer.param_groups[0]["params"].pop()
+    with pytest.raises(ValueError, match=r"shape \(7, 3\) that is in no parameter group"):
+        optimizer.state_dict()
+
+
 @pytest.mark.parametrize("key", ["min_8bit_size", "state_format", "optim_bits"])
 def test_odd_settings_of_storage_do_no_harm(key):
     """Storage is this optimizer's, whatever the file says."""

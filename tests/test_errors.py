@@ -183,6 +183,29 @@ def test_parameters_that_are_not_real_and_floating(case, dtype):
 
 
 @CLASSES
+def test_frozen_parameters_of_other_dtypes_are_left_alone(case):
+    """A quantized model whose adapters are trained is given whole, as to torch's optimizers."""
+    codes = torch.nn.Parameter(torch.arange(6, dtype=torch.uint8), requires_grad=False)
+    eighths = torch.nn.Parameter(torch.ones(6).to(torch.float8_e4m3fn), requires_grad=False)
+    trained = parameters()
+    optimizer = build(case, 8, [codes, *trained, eighths])
+    give_gradients(trained, 0)
+    optimizer.step()
+    optimizer.load_state_dict(optimizer.state_dict())
+    optimizer.step()
+    assert set(optimizer.state) == set(trained)
+    assert codes.tolist() == list(range(6))
+    weights = dict(lowbit_optim.master_weights(optimizer))
+    assert list(weights) == list(range(1, 1 + len(trained)))
+    lowbit_optim.load_master_weights(optimizer, weights)
+    before = copy.deepcopy([*trained, optimizer.state_dict()["state"]])
+    eighths.requires_grad_(True).grad = eighths.detach()
+    with pytest.raises(TypeError, match="float8_e4m3fn"):
+        optimizer.step()
+    assert identical([*trained, optimizer.state_dict()["state"]], before)
+
+
+@CLASSES
 def test_parameters_that_are_no_dense_leaves(case):
     (p,) = parameters(shapes=[(20, 15)])
     with pytest.raises(TypeError, match="sparse"):
@@ -304,6 +327,10 @@ def with_a_bad_setting(saved):
     saved["param_groups"][0]["lr"] = NAN
 
 
+def with_numbers_as_strings(saved):
+    saved["state"] = {str(key): state for key, state in saved["state"].items()}
+
+
 def with_nothing(saved):
     saved.clear()
 
@@ -319,6 +346,7 @@ DAMAGES = [
     (of_a_newer_format, "format_version 1000, newer than the 2"),
     (of_another_class, "of the optimizer 'Adafactor'"),
     (with_a_bad_setting, "lr"),
+    (with_numbers_as_strings, "'0', which no .* must be integers"),
     (with_nothing, "has no 'state'"),
 ]
 

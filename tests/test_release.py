@@ -308,7 +308,7 @@ def test_bad_arguments():
     handle = release_gradients(optimizer)
     with pytest.raises(ValueError, match="released already; call remove"):
         release_gradients(optimizer)
-    with pytest.raises(ValueError, match="by another optimizer already"):
+    with pytest.raises(ValueError, match="by another optimizer already; call remove"):
         release_gradients(lowbit_optim.SGD(net.parameters()))
     handle.remove()
 

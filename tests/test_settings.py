@@ -234,3 +234,46 @@ def test_numpy_in_other_places():
     saved = saved_and_loaded([optimizer.state_dict(), scheduler.state_dict()])
     assert saved[0]["param_groups"][0]["amsgrad"] is True
     assert saved[1]["batch"] == 3
+
+
+@pytest.mark.parametrize("several", [iter, set], ids=lambda kind: kind.__name__)
+def test_parameters_that_are_no_list_are_refused(several):
+    """A generator, as `model.parameters()` is one, is empty when it is read again."""
+    optimizer = train(ADAMW(parameters()), 1)
+    params = all_parameters(optimizer)
+    optimizer.param_groups[0]["params"] = several(params)
+    for use in (optimizer.step, optimizer.state_dict):
+        with pytest.raises(TypeError, match="parameter group 0 must be a list; got"):
+            use()
+    optimizer.param_groups[0]["params"] = tuple(params)
+    optimizer.load_state_dict(train(optimizer, 1).state_dict())
+
+
+class Rate(float):
+    """As YAML's that is written back as it was has them; so are those that follow."""
+
+
+class Count(int):
+    pass
+
+
+class Word(str):
+    __slots__ = ()
+
+
+class Pair(list):
+    pass
+
+
+def test_settings_of_a_configurations_own_classes_are_saved_as_pythons():
+    own = {
+        "lr": Rate(0.5), "betas": Pair([Rate(0.5), 0.75]), "min_8bit_size": Count(1),
+        "state_format": Word("ratio8"),
+    }  # fmt: skip
+    saved = []
+    for settings in (own, {"lr": 0.5, "betas": [0.5, 0.75], "state_format": "ratio8"}):
+        constructed = train(ADAMW(parameters(), **{"min_8bit_size": 1, **settings}), 1)
+        later = ADAMW(parameters(), min_8bit_size=1)
+        later.param_groups[0].update(settings)
+        saved += [saved_and_loaded(x.state_dict()) for x in (constructed, train(later, 1))]
+    assert identical(saved[:2], saved[2:])

@@ -277,6 +277,20 @@ def test_a_sparse_gradient_is_refused_after_dense_ones():
         optimizer.step()
 
 
+@pytest.mark.skipif(not hasattr(torch.Tensor, "grad_dtype"), reason="needs torch.Tensor.grad_dtype")
+def test_a_complex_gradient_is_refused_after_real_ones():
+    """Its imaginary part would be dropped."""
+    optimizer = build()
+    train(optimizer, 2)
+    p = all_parameters(optimizer)[0]
+    p.grad, p.grad_dtype = None, None  # any
+    p.grad = torch.complex(p.detach(), p.detach())
+    before = snapshot(optimizer)
+    with pytest.raises(RuntimeError, match="complex gradients"):
+        optimizer.step()
+    assert identical(snapshot(optimizer), before)
+
+
 def test_another_engine_is_taken(reused):
     optimizer = build()
     train(optimizer, 2)
