@@ -54,8 +54,8 @@ def checked(p: Tensor, name: str) -> Tensor:
     Raises:
         TypeError: for a parameter that no step could change.
         RuntimeError: for a DTensor that is not dealt out by rows, a FakeTensor, a sparse or complex
-            gradient, one of another type, shape or on another device than the parameter, or a
-            parameter whose elements share memory.
+            gradient, one of another type, shape or on another device than the parameter, memory
+            that has been freed, or a parameter whose elements share memory.
     """
     g = p.grad
     assert g is not None
@@ -91,6 +91,12 @@ def checked(p: Tensor, name: str) -> Tensor:
             f"{name}: a parameter is on {p.device} and its gradient on "
             f"{g.device}; move the model before constructing the optimizer"
         )
+    for x, what in ((p, "a parameter"), (g, "a gradient")):
+        if x.numel() and not x.untyped_storage().nbytes() and x.device.type != "meta":
+            raise RuntimeError(
+                f"{name}: the memory of {what} of shape {tuple(x.shape)} has been freed, as "
+                "`untyped_storage().resize_(0)` does"
+            )
     if torch._debug_has_internal_overlap(p) == 1:
         raise RuntimeError(
             f"{name}: a parameter of shape {tuple(p.shape)} and strides "

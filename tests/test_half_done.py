@@ -67,6 +67,27 @@ def test_a_parameter_whose_elements_share_memory(case, steps):
     assert identical(snapshot(optimizer), before)
 
 
+@CLASSES
+@pytest.mark.parametrize("steps", [0, 2])
+@pytest.mark.parametrize("what", ["parameter", "gradient"])
+def test_memory_that_was_freed(case, steps, what):
+    """As some wrappers free a parameter's between passes; an address of nothing is not followed."""
+    params = parameters(shapes=[(12, 70), (5, 300), (0, 3)])
+    optimizer = train(build(case, 8, params), steps)
+    give_gradients(params, 5)
+    freed = (params[1] if what == "parameter" else params[1].grad).untyped_storage()
+    size, kept = freed.nbytes(), params[1].detach().clone()
+    freed.resize_(0)
+    with pytest.raises(RuntimeError, match=rf"memory of a {what} of shape \(5, 300\) .* freed"):
+        optimizer.step()
+    freed.resize_(size)
+    with torch.no_grad():
+        params[1].copy_(kept)
+    give_gradients(params, 5)
+    optimizer.step()
+    assert all(bool(p.isfinite().all()) for p in params)
+
+
 def compiled(name):
     if name == "triton":
         pytest.importorskip("triton")

@@ -232,14 +232,14 @@ from benchmarks.static.instructions import CHIPS, RULES, rounded
 from benchmarks.static.machine_code import count
 from lowbit_optim_kernels.engines.triton import engine
 from lowbit_optim_kernels.formats import FORMATS
-from lowbit_optim_kernels.weights import OF_BITS
+from lowbit_optim_kernels.weights import WEIGHTS
 
 bf16 = torch.bfloat16
 for state_format, bits in (("ratio8", 24), ("ratio4", 16), ("dynamic8", 32)):
     format = FORMATS[state_format]
     rule = rounded(RULES["AdamW"], format, True)
     kinds = [
-        (bf16, torch.float32, FORMATS[stored], whole, align, OF_BITS[bits], whole)
+        (bf16, torch.float32, FORMATS[stored], whole, align, WEIGHTS[bits], whole)
         for stored in (state_format, "float32")
         for whole, align in ((True, 16), (False, 16), (False, 1))
     ]
@@ -266,11 +266,11 @@ from benchmarks.static.instructions import RULES, rounded
 from benchmarks.static.machine_code import count
 from lowbit_optim_kernels.engines.triton import engine
 from lowbit_optim_kernels.formats import FORMATS
-from lowbit_optim_kernels.weights import OF_BITS, PLAIN
+from lowbit_optim_kernels.weights import PLAIN, WEIGHTS
 
 backend, arch, lanes = sys.argv[1].split("-")
 target = GPUTarget(backend, int(arch) if arch.isdigit() else arch, int(lanes))
-for dtype, weights in ((torch.float16, PLAIN), (torch.bfloat16, OF_BITS[16])):
+for dtype, weights in ((torch.float16, PLAIN), (torch.bfloat16, WEIGHTS[16])):
     for name in ("dynamic8", "ratio8"):
         rule, kind = rounded(RULES["AdamW"], FORMATS[name], True), (dtype, dtype, FORMATS[name])
         engine.compile_for(target, rule, "begin", (*kind, True, 16, weights))

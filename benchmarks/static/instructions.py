@@ -38,7 +38,7 @@ from lowbit_optim_kernels.rules.shared import dithered
 
 RULES = {row.name: rule for row, rule in traffic.rules()}
 ROWS = {row.name: row for row in registry.ROWS}
-WEIGHTS = {str(bits or 0): one for bits, one in weights.OF_BITS.items()}
+WEIGHTS = {str(bits or 0): one for bits, one in weights.WEIGHTS.items()}
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 WARPS = engine_triton.OPTIONS["num_warps"]
 

@@ -103,6 +103,7 @@ class _Snapshot:
         tensors, addresses: those of the parameters and states that a step reads and writes.
         held, gradients: how the parameters and their gradients are read.
         alignments: of the gradients' addresses, which may be others in each step.
+        empty: how many gradients have no address, for want of elements.
         order: of each batch the places of its slots' parameters among all.
     """
 
@@ -113,6 +114,7 @@ class _Snapshot:
     held: _Look
     gradients: _Look
     alignments: list[int]
+    empty: int
     order: list[list[int]]
 
     def is_of(self, held: list[Tensor], state: Mapping[Tensor, dict], params: list[Tensor]) -> bool:
@@ -210,6 +212,7 @@ class StepPlan:
         states = [state[p] for p in self.params]
         tensors = [*self.held, *chain.from_iterable(slot.owned() for slot in slots)]
         at = {id(x): i for i, x in enumerate(self.work)}
+        addresses = _addresses(gradients)
         return _Snapshot(
             states=states,
             values=[value for one in states for value in one.values()],
@@ -217,7 +220,8 @@ class StepPlan:
             addresses=_addresses(tensors),
             held=_Look(self.held),
             gradients=_Look(gradients),
-            alignments=_alignments(_addresses(gradients)),
+            alignments=_alignments(addresses),
+            empty=addresses.count(0),
             order=[[at[id(slot.p)] for slot in batch.slots] for batch in self.batches],
         )
 
@@ -236,7 +240,7 @@ class StepPlan:
         ):
             return None
         addresses = _addresses(gradients)
-        if _alignments(addresses) != before.alignments:
+        if _alignments(addresses) != before.alignments or addresses.count(0) != before.empty:
             return None
         stepped = gradients
         if self.copies is not None and self.copies.tensors:

@@ -78,7 +78,7 @@ def test_a_slow_average_next_to_zero_is_coded_as_on_torch(arch):
 @pytest.mark.parametrize("bits", [16, 24, 32])
 def test_weights_are_split_and_joined_as_on_torch(arch, bits):
     """But for NaN, which is the machine's own, and residuals of zeros, which are not read."""
-    kind, w = weights.OF_BITS[bits], weights_of_all_kinds()
+    kind, w = weights.WEIGHTS[bits], weights_of_all_kinds()
     w = torch.where(w.isnan(), torch.tensor([0x7FFFFFFF]).int().view(torch.float32), w)
     random = torch.randint(0, 2**32, w.shape, generator=torch.Generator().manual_seed(0))
     high, back = torch.zeros(len(w), dtype=torch.bfloat16), torch.zeros(len(w))
