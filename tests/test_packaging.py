@@ -195,7 +195,7 @@ def test_without_sources_the_torch_engine_steps_in(copied):
     where, engine, told = python(script, copied).splitlines()
     assert where.startswith(str(copied))
     assert engine.startswith("EngineChoice(name='torch'")
-    assert "made of the sources of lowbit_optim_kernels, which are not there" in told
+    assert "generated from the source files of lowbit_optim_kernels, which are missing" in told
 
 
 @pytest.mark.slow
