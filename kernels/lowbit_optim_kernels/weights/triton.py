@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 
 from .. import weights
-from ..engines.triton.primitives import AT_ONCE, narrow, widen
+from ..engines.triton.primitives import PER_THREAD, narrow, widen
 
 ROOM, NAN = tl.constexpr(weights.ROOM), tl.constexpr(weights.NAN)
 INFINITE = tl.constexpr(weights.INFINITE)
@@ -39,13 +39,13 @@ def _read(extra: int, n: int) -> str:
 
 
 def _bounded(extra: int) -> str:
-    """PTX that leaves weights, of AT_ONCE, with room for what `_split` adds.
+    """PTX that leaves weights, of PER_THREAD, with room for what `_split` adds.
 
     Of one that has no larger bf16 number to be rounded to, the bits below k are cleared, and those
     below p limited, so that nothing is carried into p. One test, for bit 30, serves all: weights
     are looked at one by one behind a branch, where some are 2 or more.
     """
-    n, kept = AT_ONCE.value, 0xFFFF & ~(0xFFFF >> extra)
+    n, kept = PER_THREAD.value, 0xFFFF & ~(0xFFFF >> extra)
     text = "{ .reg .pred q; .reg .f32 a; .reg .b32 t; mov.b32 t, 0; "
     for i in range(n):
         text += f"mov.b32 ${i}, ${n + i}; "
@@ -89,7 +89,7 @@ def _split(extra: int, dithered: bool, n: int) -> str:
     return text + "}"
 
 
-BOUNDED = tl.constexpr(",".join(["=&r"] * AT_ONCE.value + ["r"] * AT_ONCE.value))
+BOUNDED = tl.constexpr(",".join(["=&r"] * PER_THREAD.value + ["r"] * PER_THREAD.value))
 BOUNDED_8, BOUNDED_16 = tl.constexpr(_bounded(8)), tl.constexpr(_bounded(16))
 READ_8, READ_16 = tl.constexpr(_read(8, 4)), tl.constexpr(_read(16, 2))
 SPLIT_0 = tl.constexpr(_split(0, True, 2))
@@ -103,7 +103,7 @@ def ptx_split(w, bits, EXTRA: tl.constexpr):
     if EXTRA > 0:
         w = tl.inline_asm_elementwise(
             BOUNDED_8 if EXTRA == 8 else BOUNDED_16, BOUNDED.value, [w], dtype=tl.float32,
-            is_pure=True, pack=AT_ONCE,
+            is_pure=True, pack=PER_THREAD,
         )  # fmt: skip
     if EXTRA == 0:
         high = tl.inline_asm_elementwise(

@@ -78,7 +78,7 @@ class Kind(NamedTuple):
         return TILE // self.room
 
 
-class Run(NamedTuple):
+class TileRange(NamedTuple):
     """Tiles of one kind of a tensor, one after the other.
 
     Attributes:
@@ -158,25 +158,25 @@ def _is_far(slot: Slot) -> bool:
     return last > FAR
 
 
-def _runs(slot: Slot, row: int, rows: int, aligned: bool) -> Iterator[Run]:
+def _tile_ranges(slot: Slot, row: int, rows: int, aligned: bool) -> Iterator[TileRange]:
     """The tiles of a slot: those of neighbours or of full blocks, then those of short ones."""
     block, in_tile = slot.format.block, blocks_of_tile(slot.format)
     full, rest = divmod(row, block)
     align = next(n for n in ALIGNMENTS if row % n == 0) if aligned else 1
-    at_once = align if rows > 1 or not aligned else ALIGNMENT
-    of_kind, more = (slot.p.dtype, slot.g.dtype, slot.format), (slot.weights, _is_far(slot))
-    which, per_row = (FULL, full) if rows > 1 else (LINE, -(-row // block))
+    whole_align = align if rows > 1 or not aligned else ALIGNMENT
+    tensors, storage = (slot.p.dtype, slot.g.dtype, slot.format), (slot.weights, _is_far(slot))
+    blocks, per_row = (FULL, full) if rows > 1 else (LINE, -(-row // block))
     whole, tiles = rows * full // in_tile, -(-rows * per_row // in_tile)
     if whole:
-        kind = Kind(*of_kind, True, at_once, *more, which, shifted=slot.shifted)
-        yield Run(kind, 0, whole, 0, per_row)
+        kind = Kind(*tensors, True, whole_align, *storage, blocks, shifted=slot.shifted)
+        yield TileRange(kind, 0, whole, 0, per_row)
     if whole < tiles:
-        kind = Kind(*of_kind, False, align, *more, which, shifted=slot.shifted)
-        yield Run(kind, whole, tiles - whole, whole * in_tile, per_row)
+        kind = Kind(*tensors, False, align, *storage, blocks, shifted=slot.shifted)
+        yield TileRange(kind, whole, tiles - whole, whole * in_tile, per_row)
     if rest and rows > 1:
         room = max(NARROWEST, 1 << (rest - 1).bit_length())
-        kind = Kind(*of_kind, False, align, *more, SHORT, room)
-        yield Run(kind, tiles, -(-rows // kind.in_tile), 0, 1, full)
+        kind = Kind(*tensors, False, align, *storage, SHORT, room)
+        yield TileRange(kind, tiles, -(-rows // kind.in_tile), 0, 1, full)
 
 
 def of(slots: Sequence[Slot], moments: tuple[Moment, ...], aligned: Sequence[bool]) -> Grid:
@@ -187,7 +187,7 @@ def of(slots: Sequence[Slot], moments: tuple[Moment, ...], aligned: Sequence[boo
     members: dict[Kind, list[tuple[int, ...]]] = {}
     tiles = [0] * len(slots)
     for i, slot in enumerate(slots):
-        for kind, *run in _runs(slot, *shapes[i], aligned[i]):
+        for kind, *run in _tile_ranges(slot, *shapes[i], aligned[i]):
             members.setdefault(kind, []).append((i, *run))
             tiles[i] += run[1]
     kinds = tuple(sorted(members, key=_order))
@@ -233,8 +233,8 @@ def pieces(kinds: Sequence[Kind]) -> list[int]:
     def of(kind: Kind) -> int:
         light = kind.whole and (kind.format.bits, -kind.align) == lightest
         heavy = aligned and kind.align == 1
-        at_once = kind.align > 1 and (light or len(kinds) == 1)
-        parts = 1 if at_once else (8 if kind.short else 4) if heavy else 2
+        undivided = kind.align > 1 and (light or len(kinds) == 1)
+        parts = 1 if undivided else (8 if kind.short else 4) if heavy else 2
         return max(1, kind.in_tile // parts)
 
     return [of(kind) for kind in kinds]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .primitives import AT_ONCE, STREAM, abs, finite
+from .primitives import PER_THREAD, STREAM, abs, finite
 from .tiles import ALIGNED, WARP, load, moment_bits, operand, pointer, store
 
 # Of a kind, and of its weights.
@@ -62,12 +62,12 @@ def all_finite(moments):
 
 
 def _only_finite(moments: int) -> str:
-    """PTX that makes all moments of an element 0 where one is not finite, of AT_ONCE elements.
+    """PTX that makes all moments of an element 0 where one is not finite, of PER_THREAD elements.
 
     A sum of products of two moments is finite only if all of them are. So one test serves all
     elements; they are looked at one by one behind a branch that is rarely taken.
     """
-    n = AT_ONCE.value
+    n = PER_THREAD.value
     test = "abs.f32 t, t; setp.lt.f32 q, t, 0f7F800000; "
     text, each = "{ .reg .pred q; .reg .f32 t; mov.f32 t, 0f00000000; ", ""
     for i in range(n):
@@ -84,7 +84,8 @@ def _only_finite(moments: int) -> str:
 THREADS = tl.constexpr(4 * WARP.value)  # of a program
 OF_ONE, OF_TWO = (tl.constexpr(_only_finite(k)) for k in (1, 2))
 ONE, TWO = (
-    tl.constexpr(",".join(["=&f"] * k * AT_ONCE.value + ["f"] * k * AT_ONCE.value)) for k in (1, 2)
+    tl.constexpr(",".join(["=&f"] * k * PER_THREAD.value + ["f"] * k * PER_THREAD.value))
+    for k in (1, 2)
 )
 
 
@@ -92,14 +93,14 @@ ONE, TWO = (
 def or_zero(moments, PTX: tl.constexpr):
     """Moments, or 0 in all of them where one is not finite: that element starts again.
 
-    (Three moments of AT_ONCE elements would take a third more registers at that branch.)
+    (Three moments of PER_THREAD elements would take a third more registers at that branch.)
     """
     N: tl.constexpr = len(moments)
-    WHOLE: tl.constexpr = moments[0].shape[0] * moments[0].shape[1] == AT_ONCE * THREADS
+    WHOLE: tl.constexpr = moments[0].shape[0] * moments[0].shape[1] == PER_THREAD * THREADS
     if PTX and WHOLE and N <= 2:
         return tl.inline_asm_elementwise(
             OF_ONE if N == 1 else OF_TWO, ONE if N == 1 else TWO, moments,
-            dtype=(tl.float32,) * N, is_pure=True, pack=AT_ONCE,
+            dtype=(tl.float32,) * N, is_pure=True, pack=PER_THREAD,
         )  # fmt: skip
     ok, out = all_finite(moments), ()
     for k in tl.static_range(N):

@@ -85,6 +85,8 @@ P, G, RESIDUAL = tl.constexpr(P), tl.constexpr(G), tl.constexpr(RESIDUAL)
 
 # Of a rule in one pass, and of one of its functions.
 STRIDE, WIDTH, SCALARS, LOADS, CALLS, PTX, RANDOM = (tl.constexpr(i) for i in range(7))
+COLUMN, IS_LITERAL, VALUE = (tl.constexpr(i) for i in range(3))  # of one of SCALARS
+OF_P, OF_G, OF_MOMENTS = (tl.constexpr(i) for i in range(3))  # of LOADS
 FUNCTION, READS, GIVES, CLEAN = (tl.constexpr(i) for i in range(4))
 U, SHRINK, RATE, NEW = (tl.constexpr(i) for i in range(4))  # of what the update writes
 
@@ -140,7 +142,7 @@ def read(
     Scalars, p, g, and moments in the rule's order; the addresses of p, its residual and the tensors
     of each unit; and which blocks and elements there are.
     """
-    RUN_HERE: tl.constexpr = KINDS[KIND][RUN if RULE[LOADS][2] else BARE_RUN]
+    RUN_HERE: tl.constexpr = KINDS[KIND][RUN if RULE[LOADS][OF_MOMENTS] else BARE_RUN]
     base, at, block, inside, mask = place(
         t, piece, geometry, work, FORMAT[BLOCK], KINDS[KIND][ROOM], KINDS[KIND][BLOCKS],
         KINDS[KIND][WHOLE], KINDS[KIND][ALIGN], RUN_HERE, NB,
@@ -149,12 +151,12 @@ def read(
     row_of = floats + t * RULE[WIDTH]
     values = ()
     for i in tl.static_range(len(RULE[SCALARS])):
-        if RULE[SCALARS][i][1]:  # the compiler drops a multiplication by 1
-            values = values + (tl.full((), RULE[SCALARS][i][2], tl.float32),)
+        if RULE[SCALARS][i][IS_LITERAL]:  # the compiler drops a multiplication by 1
+            values = values + (tl.full((), RULE[SCALARS][i][VALUE], tl.float32),)
         else:
-            values = values + (number_at(row_of, RULE[SCALARS][i][0]),)
+            values = values + (number_at(row_of, RULE[SCALARS][i][COLUMN]),)
     p_at, low_at, p, g, low = base, base, base, base, base  # of what is not read, anything
-    if RULE[LOADS][0]:
+    if RULE[LOADS][OF_P]:
         p_at = operand(row_at, base, at, P, KINDS[KIND][P_TYPE], KINDS[KIND][ALIGN], RUN_HERE)
         p = load(p_at, mask, 0, KINDS[KIND][WHOLE])
         if KINDS[KIND][EXTRA] > 0:
@@ -164,13 +166,13 @@ def read(
             )  # fmt: skip
             low = load(low_at, mask, 0, KINDS[KIND][WHOLE])
         p = stored_weights.read(p, low, KINDS[KIND][EXTRA], RULE[PTX])
-    if RULE[LOADS][1]:
+    if RULE[LOADS][OF_G]:
         g_at = operand(row_at, base, at, G, KINDS[KIND][G_TYPE], KINDS[KIND][ALIGN], RUN_HERE)
         g = widen(load(g_at, mask, 0, KINDS[KIND][WHOLE]), RULE[PTX])
         if SCALED:
             g *= tl.load(row_of + GSCALE)
     moments, element_at, scale_at = (), (), ()
-    if RULE[LOADS][2]:
+    if RULE[LOADS][OF_MOMENTS]:
         for i in tl.static_range(len(FORMAT[UNITS])):
             decoded, elements, scales = read_unit(
                 row_at, tables, base, at, block, inside, mask, FORMAT[UNITS][i], KINDS, KIND,
@@ -208,7 +210,7 @@ def update_blocks(
     values = chain(values, RULE[CALLS])
     new = moved(
         p, values[WRITES[U]], values[WRITES[SHRINK]], values[WRITES[RATE]],
-        RULE[SCALARS][WRITES[SHRINK]][1],
+        RULE[SCALARS][WRITES[SHRINK]][IS_LITERAL],
     )  # fmt: skip
     bits = new
     if KINDS[KIND][DITHERED]:  # the first stream is theirs

@@ -19,7 +19,7 @@ HISTORY = tl.constexpr(HISTORY)
 # the moments the square is that a ratio is divided by, and whether it is dithered (0 if not).
 SIGNED, ROLE, PARTNER, STREAM = (tl.constexpr(i) for i in range(4))
 ROLES = (SIGNED_ROLE, SIGN, SQUARE, RATIO)  # a role is its number here
-AT_ONCE = tl.constexpr(16)  # elements of a thread in a whole tile, of which one test can be made
+PER_THREAD = tl.constexpr(16)  # elements of a thread in a whole tile, of which one test can be made
 
 
 @triton.jit

@@ -30,7 +30,7 @@ from . import DYNAMIC8, ZERO_CODE, triton_tables
 
 BOOK = tl.constexpr(256)  # fp32 values of a codebook
 BLOCK = tl.constexpr(DYNAMIC8.block)
-AT_ONCE = 2048  # elements of a program
+PER_PROGRAM = 2048  # elements of a program
 # Pairs are of the unsigned map and of the signed one.
 CELLS, BITS = tl.constexpr(triton_tables.CELLS), tl.constexpr(triton_tables.BITS)
 SCALE, SHIFT = tl.constexpr(triton_tables.SCALE), tl.constexpr(triton_tables.SHIFT)
@@ -282,14 +282,14 @@ def _launch(
     ptx: bool, options: dict[str, Any],
 ) -> None:  # fmt: skip
     """Run a kernel between the numbers of each moment and what is stored of it."""
-    blocks, at_once = layout.rows * layout.blocks_per_row, AT_ONCE // BLOCK.value
+    blocks, in_program = layout.rows * layout.blocks_per_row, PER_PROGRAM // BLOCK.value
     if not blocks:
         return
     tables = table(ptx, numbers[0].device)
     for moment, x, codes, tops in zip(unit.moments, numbers, *unit.split(stored), strict=True):
-        kernel[(-(-blocks // at_once),)](
-            x, codes, tops, tables, layout.row, blocks, SIGNED=moment.signed, PTX=ptx, NB=at_once,
-            **options,
+        kernel[(-(-blocks // in_program),)](
+            x, codes, tops, tables, layout.row, blocks, SIGNED=moment.signed, PTX=ptx,
+            NB=in_program, **options,
         )  # fmt: skip
 
 
