@@ -19,6 +19,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..devices import has_fp64
+
 HALF_TO_SINGLE = frozenset({torch.float32, torch.bfloat16, torch.float16})
 FALLBACK = "torch"  # the engine that runs what no other one takes
 
@@ -140,6 +142,8 @@ def _triton_declines(device: torch.device, dtype: torch.dtype) -> Refusal | None
             "comes with 3.4)",
             warn=True,
         )
+    if not has_fp64(device):
+        return Refusal("the triton engine computes once a tensor in fp64, which this GPU has not")
     return None
 
 
