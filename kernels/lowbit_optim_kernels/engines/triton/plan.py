@@ -141,11 +141,10 @@ def _send(plan: Plan, which: int, target: Tensor, values: list) -> None:
     dtype = np.uint64 if target.dtype == torch.int64 else np.float64
     numbers = np.array(values, dtype=dtype)  # addresses of Intel's GPUs have the upper bit set
     source = torch.from_numpy(numbers).view(target.dtype).view(target.shape)
-    if target.device.type == "cuda":
-        if capturing(target.device):  # the replays read the source again: it is never reused
-            source = plan.spare[0][which].copy_(source)
-        else:
-            source = source.pin_memory()
+    if capturing(target.device):  # the replays read the source again: it is never reused
+        source = plan.spare[0][which].copy_(source)
+    elif target.device.type == "cuda":
+        source = source.pin_memory()
     target.copy_(source, non_blocking=True)
 
 
