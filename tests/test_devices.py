@@ -116,7 +116,8 @@ def test_tables_are_kept_and_waited_for_on_another_stream(monkeypatch):
     monkeypatch.setattr(
         torch.Tensor, "record_stream", lambda x, stream: kept.append((x.data_ptr(), stream.name))
     )
-    (p,) = params = [torch.nn.Parameter(torch.ones(300))]
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    (p,) = params = [torch.nn.Parameter(torch.ones(300, device=device))]
     with lowbit_optim.use_engine("triton"):
         optimizer = lowbit_optim.AdamW8bit(params)
         for stream, waited, recorded in ((a, 0, 0), (a, 0, 0), (b, 1, 8), (b, 1, 8), (a, 2, 16)):

@@ -32,7 +32,7 @@ def _where(condition: Any, a: Any, b: Any) -> Any:
         return a if condition else b
     if not isinstance(a, Tensor) and not isinstance(b, Tensor):
         # Two Python numbers would come out in torch's default dtype, and lose digits.
-        a = torch.tensor(a, dtype=scalar_dtype(condition.device), device=condition.device)
+        a = torch.full((), a, dtype=scalar_dtype(condition.device), device=condition.device)
     return torch.where(condition, a, b)
 
 
