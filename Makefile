@@ -32,7 +32,7 @@ PEERS := $(VENV)/.installed-peers
 FRAMEWORKS := $(VENV)/.installed-frameworks
 endif
 
-GPU_TESTS := tests/test_gpu.py tests/test_triton.py tests/test_triton_passes.py tests/test_step.py
+GPU_TESTS = $(shell grep -l 'mark\.gpu' tests/test_*.py)
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
