@@ -32,7 +32,10 @@ PEERS := $(VENV)/.installed-peers
 FRAMEWORKS := $(VENV)/.installed-frameworks
 endif
 
-GPU_TESTS := tests/test_gpu.py tests/test_triton.py tests/test_triton_passes.py tests/test_step.py
+GPU_TESTS = $(shell grep -l 'mark\.gpu' tests/test_*.py)
+
+# Those of them that need nothing else of a GPU.
+EMULATED_TESTS := tests/test_triton.py tests/test_triton_formats.py tests/test_triton_passes.py
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
@@ -53,6 +56,7 @@ test-all: $(DEV)  ## run all tests: every combination of settings, and the slow 
 # Which compiles what other tests interpret.
 emulate: $(DEV)  ## run the compiled GPU kernels in an emulator, without a GPU
 	TRITON_INTERPRET=0 $(PY) -m pytest --numprocesses $(JOBS) tests/emulated $(ARGS)
+	TRITON_INTERPRET=0 $(PY) -m pytest --numprocesses $(JOBS) -m gpu $(EMULATED_TESTS) $(ARGS)
 
 peers: $(PEERS)  ## compare with the optimizers, names and checkpoints of other libraries
 	$(PY) -m pytest tests/test_peers.py tests/test_peers_checkpoints.py tests/test_bitsandbytes_names.py \

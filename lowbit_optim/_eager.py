@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from lowbit_optim_kernels import dispatch
+from lowbit_optim_kernels.devices import scalar_dtype
 from lowbit_optim_kernels.dither import tensor_key
 from lowbit_optim_kernels.engines import torch as torch_engine
 from lowbit_optim_kernels.formats import compute_dtype, units
@@ -74,10 +75,6 @@ class Extra(NamedTuple):
 _IS = {">= 0": torch.ge, "> 0": torch.gt}  # with 0 as the second number
 
 
-def _sum_dtype(x: Tensor) -> torch.dtype:
-    return torch.float32 if x.device.type == "mps" else torch.float64  # MPS has no fp64
-
-
 def only_finite(x: Tensor) -> Tensor:
     """The tensor x itself, now with zeros in place of what is not finite."""
     return x.nan_to_num_(0.0, 0.0, 0.0)
@@ -85,13 +82,13 @@ def only_finite(x: Tensor) -> Tensor:
 
 def dot(a: Tensor, b: Tensor) -> Tensor:
     """Sum of the finite elements of a * b; 0-d, and 0 where its square would overflow."""
-    total = only_finite(a * b).sum(dtype=_sum_dtype(a)).to(a.dtype)
+    total = only_finite(a * b).sum(dtype=scalar_dtype(a.device)).to(a.dtype)
     return torch.where((4 * total * total).isfinite(), total, 0.0)
 
 
 def rms(x: Tensor) -> Tensor:
     """Root mean square of x, an element without a finite square counting as zero; 0-d."""
-    return only_finite(x * x).mean(dtype=_sum_dtype(x)).sqrt().to(x.dtype)
+    return only_finite(x * x).mean(dtype=scalar_dtype(x.device)).sqrt().to(x.dtype)
 
 
 @documented
@@ -324,7 +321,7 @@ def _clip_factor(g: Tensor, history: Tensor, step: int, percentile: int) -> Tens
     """Record ||g||^2 and return the factor of percentile clipping; `step` counts from 1."""
     values = {
         "gscale": 1.0, "live": True, "percentile": percentile, NORMS.key: [history],
-        "g_sq": (g * g).sum(dtype=_sum_dtype(g)).reshape(1),
+        "g_sq": (g * g).sum(dtype=scalar_dtype(g.device)).reshape(1),
         "step": torch.full((1,), step, device=g.device),
     }  # fmt: skip
     return torch_engine.call(CLIP.combine, values)["gscale"][0].to(g.dtype)

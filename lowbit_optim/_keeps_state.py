@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from lowbit_optim_kernels.devices import refuse_capture
 from lowbit_optim_kernels.formats import Format
 from lowbit_optim_kernels.formats.float32 import FLOAT32
 from lowbit_optim_kernels.rules import SQUARE, Lasting, Moment, Rule
@@ -179,11 +180,7 @@ class KeepsState(Optimizer):
 
     def _new(self, key: str, stored: Stored, p: Tensor, group: Mapping[str, Any]) -> Tensor:
         """How a state begins."""
-        if p.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-            raise RuntimeError(
-                f"{type(self).__name__}: a parameter has no state yet, and a CUDA graph is being "
-                "captured; take one step before capturing"
-            )
+        refuse_capture(p.device, "a parameter has no state yet; take one step before the capture")
         return torch.full(stored.shape, stored.start, dtype=stored.dtype, device=stored.device)
 
     def _begin_again(self, p: Tensor, group: Mapping[str, Any]) -> None:

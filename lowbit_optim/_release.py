@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from lowbit_optim_kernels.devices import current_stream, scalar_dtype
 from lowbit_optim_kernels.plan import ProcessGroups
 
 from . import _checks, _sharding
@@ -115,10 +116,7 @@ class _Bucket:
 
 def _stream(p: Tensor) -> Any:
     """The stream that a parameter's hook runs on; None where there is one only."""
-    device = _sharding.local(p).device
-    if device.type not in ("cuda", "xpu"):
-        return None
-    return torch.get_device_module(device).current_stream(device)
+    return current_stream(_sharding.local(p).device)
 
 
 class ReleasedGradients:
@@ -244,7 +242,7 @@ class ReleasedGradients:
             its = _sharding.shard_of(p.grad, p)
             square = torch.linalg.vector_norm(its, dtype=torch.float32)
             total = squares.get(key)
-            square = (square.double() if at.type != "mps" else square).to(at) ** 2
+            square = square.to(at).to(scalar_dtype(at)) ** 2
             squares[key] = square if total is None else total + square
         return squares
 

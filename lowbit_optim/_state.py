@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from lowbit_optim_kernels.devices import scalar_dtype
 from lowbit_optim_kernels.formats import FORMATS, OF_BITS, Format, compute_dtype, constant, units
 from lowbit_optim_kernels.plan import STEP_DTYPE
 from lowbit_optim_kernels.rules import Lasting, Moment
@@ -33,8 +34,8 @@ class Stored(NamedTuple):
 
 def stored_of(x: Lasting, p: Tensor) -> Stored:
     """How what lasts is stored."""
-    narrow = x.history or p.device.type == "mps"  # which has no fp64
-    return Stored(x.shape, torch.float32 if narrow else torch.float64, p.device, x.start)
+    dtype = torch.float32 if x.history else scalar_dtype(p.device)
+    return Stored(x.shape, dtype, p.device, x.start)
 
 
 def stored(

@@ -222,6 +222,19 @@ def _engine_in_use(request):
         yield
 
 
+@pytest.fixture(autouse=True)
+def _emulated_gpu(request):
+    """A test that wants a GPU has an emulated H100 where Triton compiles and there is none."""
+    compiles = os.environ.get("TRITON_INTERPRET") == "0" and not torch.cuda.is_available()
+    if not compiles or request.node.get_closest_marker("gpu") is None:
+        yield
+        return
+    from benchmarks.static.ptx.launch import emulated
+
+    with emulated(90):
+        yield
+
+
 @pytest.fixture
 def manager():
     """The manager of overrides, which has none before and after a test."""

@@ -220,6 +220,25 @@ def test_another_stream():
     assert torch.equal(ours[0], theirs[0])
 
 
+def test_a_step_on_another_stream_waits_for_the_last_one():
+    """Which may still be reading and writing what both have tables of."""
+    ours, theirs = parameters([(1 << 22,)]), parameters([(1 << 22,)])
+    a, b = (lowbit_optim.AdamW8bit(params) for params in (ours, theirs))
+    streams = [torch.cuda.Stream(), torch.cuda.Stream()]
+    for stream in streams:
+        stream.wait_stream(torch.cuda.current_stream())
+    for step in range(4):
+        with torch.cuda.stream(streams[step % 2]):
+            give_gradients(ours, step)
+            if step % 2 == 0:
+                torch.cuda._sleep(10_000_000)
+            a.step()
+        give_gradients(theirs, step)
+        b.step()
+    torch.cuda.synchronize()
+    assert torch.equal(ours[0], theirs[0])
+
+
 def test_two_thousand_small_tensors():
     shapes = [(n % 700 + 1,) for n in range(2000)]
     results = []

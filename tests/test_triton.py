@@ -358,7 +358,7 @@ def test_offsets_are_64_bit():
 
 
 def test_capture_without_a_plan_says_what_to_do(monkeypatch):
-    monkeypatch.setattr(triton_plan, "_capturing", lambda device: True)
+    monkeypatch.setattr(triton_plan, "capturing", lambda device: True)
     p = torch.nn.Parameter(torch.ones(300, device=DEVICE))
     p.grad = torch.ones_like(p)
     with (

@@ -33,7 +33,7 @@ BY_FORMAT = pytest.mark.parametrize(
     [("AdamW8bit", {}), ("AdamW8bit", {"state_format": "ratio8"}), ("AdamW4bit", {})],
     ids=["dynamic8", "ratio8", "ratio4"],
 )
-INTEGERS = (torch.uint8, torch.int8, torch.int16)
+INTEGERS = (torch.uint8, torch.int8)
 
 
 def walk(engine, name, shapes=FEW, dtype=torch.float32, steps=2, **options):
@@ -62,7 +62,10 @@ def assert_same(got, want, share=1e-4):
         for key, x in state.items():
             y = other[key]
             assert (x.shape, x.dtype) == (y.shape, y.dtype), key
-            if x.dtype in INTEGERS:
+            if x.dtype == torch.int16:  # the last bits of fp32 weights, which are rounded otherwise
+                a, b = (weights.OF_BITS[32].read(*pair, torch.float32) for pair in ((p, x), (q, y)))
+                assert ((a - b).abs() <= 2.0**-21 * b.abs() + 1e-8).all(), key
+            elif x.dtype in INTEGERS:
                 counted.setdefault(key, []).append((x != y).flatten())
             elif x.numel():
                 assert (x.double() - y.double()).abs().max() <= 1e-5 * y.double().abs().max(), key
@@ -127,8 +130,9 @@ def test_without_dither_squares_are_rounded_to_nearest():
 @pytest.mark.few
 def test_weights_are_as_on_torch(name, shapes, bits):
     more = {"dtype": torch.bfloat16, "master_weight_bits": bits, "state_format": "ratio8"}
-    # Bits of a residual differ where fp32 numbers do in their last ones.
-    params, states = compare(name, shapes=shapes, share=0.1 if bits == 32 else 2e-3, **more)
+    # Where a sum of products is rounded once, a third of fp32 weights differ in the last bit, which
+    # decides a rounding to 24 bits once in 256 times.
+    params, states = compare(name, shapes=shapes, share=5e-3, **more)
     kept = {state["master_residual"].dtype for state in states if "master_residual" in state}
     assert kept == {weights.WEIGHTS[bits].residual} - {None}
     assert {p.dtype for p in params} == {torch.bfloat16}
@@ -139,7 +143,7 @@ def test_rows_that_are_no_multiple_of_a_weights_block_keep_their_numbers(bits):
     """Of exact state, and of blocks of 256, which a row of 96 is less than."""
     more = {"dtype": torch.bfloat16, "master_weight_bits": bits}
     shapes = [(5, 96), (4, 256), (3, 320)]
-    compare("AdamW32bit", shapes=shapes, share=2e-3, **more)
+    compare("AdamW32bit", shapes=shapes, share=5e-3, **more)
     compare("SGD8bit", shapes=shapes, momentum=0.9, share=1e-2, **more)
 
 

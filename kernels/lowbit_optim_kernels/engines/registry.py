@@ -19,6 +19,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..devices import has_fp64
+
 HALF_TO_SINGLE = frozenset({torch.float32, torch.bfloat16, torch.float16})
 FALLBACK = "torch"  # the engine that runs what no other one takes
 
@@ -138,6 +140,10 @@ def _triton_declines(device: torch.device, dtype: torch.dtype) -> Refusal | None
         found = triton.__version__
         reason = f"kernels need Triton 3.4 or newer, which torch 2.8 comes with; this is {found}"
         return Refusal(reason, warn=True)
+    if not has_fp64(device):
+        return Refusal(
+            "the triton engine computes a tensor's own numbers in fp64, which this GPU lacks"
+        )
     return None
 
 

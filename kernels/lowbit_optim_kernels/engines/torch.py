@@ -18,6 +18,7 @@ from torch import Tensor
 
 from .. import dither
 from ..codegen.analysis import inputs, reads
+from ..devices import refuse_capture, scalar_dtype
 from ..formats import Part, Unit, compute_dtype, constant, finite_in_all, units
 from ..formats.layout import Layout
 from ..plan import WEIGHT_BLOCK, Batch, Slot
@@ -31,8 +32,7 @@ def _where(condition: Any, a: Any, b: Any) -> Any:
         return a if condition else b
     if not isinstance(a, Tensor) and not isinstance(b, Tensor):
         # Two Python numbers would come out in torch's default dtype, and lose digits.
-        dtype = torch.float32 if condition.device.type == "mps" else torch.float64
-        a = torch.tensor(a, dtype=dtype, device=condition.device)
+        a = torch.full((), a, dtype=scalar_dtype(condition.device), device=condition.device)
     return torch.where(condition, a, b)
 
 
@@ -243,8 +243,7 @@ class TorchRun:
         self.batch = batch
         self.phases = len(batch.rule.phases)
         self.device = batch.device
-        on_mps = self.device.type == "mps"  # which has no fp64
-        self.scalar_dtype = torch.float32 if on_mps else torch.float64
+        self.scalar_dtype = scalar_dtype(self.device)
         self.values: dict[str, Any] = {
             name: value.to(self.device, self.scalar_dtype) if isinstance(value, Tensor) else value
             for name, value in batch.hyper.items()
@@ -272,8 +271,7 @@ class TorchRun:
         numels = [float(slot.numel) for slot in slots]
         self.values["gscale"] = scale
         self.values["live"] = True if self.live is None else self.live
-        taken = 1 if self.live is None else self.live
-        steps = torch.stack([slot.step for slot in slots]) + taken
+        steps = torch.stack([slot.step for slot in slots]) + self.values["live"]
         self.values["step"] = steps.to(self.scalar_dtype)
         self.values["numel"] = torch.tensor(numels, dtype=self.scalar_dtype, device=self.device)
         for k, lasting in enumerate(batch.rule.lasting):
@@ -379,6 +377,7 @@ class TorchRun:
 
 def start(batch: Batch) -> TorchRun:
     """Begin a step of a batch of slots, which may differ in dtype and state width."""
+    refuse_capture(batch.device, "the torch engine takes numbers from the host in every step")
     return TorchRun(batch)
 
 

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from ...codegen.analysis import element_functions, element_scalars, hyper_names, reads
+from ...devices import capturing, current_stream
 from ...dither import WEIGHT
 from ...plan import WEIGHT_BLOCK, Batch, G, Slot, address_columns
 from ...rules import Rule, RuleFunction
@@ -33,6 +34,7 @@ class Plan:
         kinds: of the tiles there are, in one order whatever that of the tensors.
         tiles, tiles_of, most_tiles: of all tensors, of each one (int64), of the largest.
         constants: what a launch over these kinds is specialized for.
+        stream: that the last step was on which no graph has captured; None on a CPU.
         spare: pinned memory for captures.
     """
 
@@ -48,13 +50,10 @@ class Plan:
     floats: Tensor
     hyper: Tensor
     count: Tensor
+    stream: Any
     pointers: list[int] = field(default_factory=list)
     values: list[float | None] = field(default_factory=list)
     spare: list[tuple[Tensor, Tensor]] = field(default_factory=list)
-
-
-def _capturing(device: torch.device) -> bool:
-    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
 
 def current(batch: Batch) -> Plan:
@@ -64,9 +63,9 @@ def current(batch: Batch) -> Plan:
         RuntimeError: when a CUDA graph is being captured and there is no plan yet, or when as many
             as there is pinned memory for were captured since the last step.
     """
-    capturing = _capturing(batch.device)
+    captured = capturing(batch.device)
     if batch.tables is None:
-        if capturing:
+        if captured:
             raise RuntimeError(
                 "this optimizer step cannot be captured in a CUDA graph yet: take at least one "
                 "step with the same parameters, gradients and options before the capture, so that "
@@ -75,15 +74,31 @@ def current(batch: Batch) -> Plan:
         batch.tables = _make(batch)
     plan: Plan = batch.tables
     pointers = _pointers(plan, batch)
-    if capturing:
+    if captured:
         plan = _for_graph(plan)
         batch.captured.append(plan)
-    elif batch.device.type == "cuda":
-        while len(plan.spare) < SPARE:
+    else:
+        _follow_stream(plan, current_stream(batch.device))
+        while batch.device.type == "cuda" and len(plan.spare) < SPARE:
             plan.spare.append((_pinned_like(plan.address), _pinned_like(plan.hyper)))
     _send_addresses(plan, pointers)
     _send_hyperparameters(plan, batch)
     return plan
+
+
+def _follow_stream(plan: Plan, stream: Any) -> None:
+    """Note that a stream fills and reads the tables from now on, as another one did before.
+
+    It waits for that one, which the parameters alone would not have it do where a step was refused
+    halfway; and memory of tables that are dropped is not given away while it may still read them.
+    """
+    if stream == plan.stream:
+        return
+    stream.wait_stream(plan.stream)
+    for table in vars(plan).values():
+        if isinstance(table, Tensor):
+            table.record_stream(stream)
+    plan.stream = stream
 
 
 def _pointers(plan: Plan, batch: Batch) -> list[int]:
@@ -126,11 +141,10 @@ def _send(plan: Plan, which: int, target: Tensor, values: list) -> None:
     dtype = np.uint64 if target.dtype == torch.int64 else np.float64
     numbers = np.array(values, dtype=dtype)  # addresses of Intel's GPUs have the upper bit set
     source = torch.from_numpy(numbers).view(target.dtype).view(target.shape)
-    if target.device.type == "cuda":
-        if _capturing(target.device):  # the replays read the source again: it is never reused
-            source = plan.spare[0][which].copy_(source)
-        else:
-            source = source.pin_memory()
+    if capturing(target.device):  # the replays read the source again: it is never reused
+        source = plan.spare[0][which].copy_(source)
+    elif target.device.type == "cuda":
+        source = source.pin_memory()
     target.copy_(source, non_blocking=True)
 
 
@@ -211,4 +225,5 @@ def _make(batch: Batch) -> Plan:
         floats=zeros(len(slots), float_width, dtype=torch.float32),
         hyper=zeros(max(1, len(hyper_names(batch.rule)))),
         count=_on_device(np.array([len(slots)], dtype=np.int64), device),
+        stream=current_stream(device),
     )

@@ -1,0 +1,198 @@
+"""A CUDA graph of a step, without CUDA: what a step gives a device is noted and given again."""
+
+from contextlib import contextmanager, nullcontext
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+
+import cases
+import lowbit_optim
+from lowbit_optim import _settings
+
+pytest.importorskip("triton", reason="the Triton engine needs the triton package")
+
+from lowbit_optim_kernels.engines.triton import engine as engine_triton
+from lowbit_optim_kernels.engines.triton import plan as triton_plan
+
+pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="tests/test_gpu.py captures")
+
+SHAPES = [(5, 100), (300,), (2048,)]
+CLASSES = cases.one_per_class(cases.FUSED_CASES)
+ADAMW = next(case for case in CLASSES if case.name == "AdamW")
+
+
+class Graph(TorchDispatchMode):
+    """Notes operators and launches, and runs them again in the memory that they had.
+
+    Attributes:
+        host: addresses of memory for captures.
+        calls: what a device was given.
+        sent: how often it was given what is there.
+    """
+
+    def __init__(self, host):
+        super().__init__()
+        self.host, self.calls, self.sent = host, [], 0
+
+    def __torch_dispatch__(self, operator, kinds, args=(), options=None):
+        result = operator(*args, **(options or {}))
+        in_host = [isinstance(x, torch.Tensor) and x.data_ptr() in self.host for x in args]
+        self.sent += operator == torch.ops.aten.copy_.default and in_host[1]
+        if not any(in_host[:1]):  # which is done once
+            self.calls.append((operator, args, options or {}, result))
+        return result
+
+    def launched(self, kernel):
+        """A kernel whose launches are noted."""
+        graph = self
+
+        class Noted:
+            def __getitem__(self, grid):
+                def launch(*args, **options):
+                    graph.calls.append((kernel[grid], args, options, None))
+                    with _disable_current_modes():  # what the interpreter does is no device's
+                        kernel[grid](*args, **options)
+
+                return launch
+
+        return Noted()
+
+    def replay(self):
+        for call, args, options, result in self.calls:
+            again = call(*args, **options)
+            if isinstance(result, torch.Tensor) and again.data_ptr() != result.data_ptr():
+                result.copy_(again)
+
+
+class Kernels:
+    def __init__(self, module, graph):
+        self.module, self.graph = module, graph
+
+    def __getattr__(self, name):
+        return self.graph.launched(getattr(self.module, name))
+
+
+def plans_of(optimizer):
+    return [batch.tables for plan in optimizer.plans.values() for batch in plan.batches]
+
+
+@contextmanager
+def captured(optimizer):
+    """A graph of what is run inside, which here is run as well."""
+    spare = [pair for plan in plans_of(optimizer) for pair in plan.spare]
+    graph = Graph({x.data_ptr() for pair in spare for x in pair})
+    kernels, add_up = engine_triton.kernels, engine_triton.add_up
+    with pytest.MonkeyPatch.context() as patch, graph:
+        patch.setattr(triton_plan, "capturing", lambda device: True)
+        patch.setattr(engine_triton, "kernels", lambda *given: Kernels(kernels(*given), graph))
+        patch.setattr(engine_triton, "add_up", graph.launched(add_up))
+        yield graph
+
+
+def set_memory_aside(optimizer, pairs=triton_plan.SPARE):
+    """As every step on a GPU does; it need not be pinned here."""
+    for plan in plans_of(optimizer):
+        while len(plan.spare) < pairs:
+            plan.spare.append((torch.empty_like(plan.address), torch.empty_like(plan.hyper)))
+
+
+@pytest.fixture
+def on_device(monkeypatch):
+    """Tensors among settings count as a device's, which are not read."""
+    as_number = _settings.as_number
+
+    def kept(value, wait=False):
+        tensor = isinstance(value, torch.Tensor) and not wait
+        return value.reshape(()) if tensor else as_number(value, wait)
+
+    monkeypatch.setattr(_settings, "as_number", kept)
+
+
+def begun(case, lr):
+    """An optimizer after a step, in which its memory for captures was set aside."""
+    generator = torch.Generator().manual_seed(0)
+    params = [torch.nn.Parameter(torch.randn(s, generator=generator)) for s in SHAPES]
+    optimizer = case.build(params, 8, min_8bit_size=1, lr=lr)
+    for p in params:
+        p.grad = torch.empty_like(p)
+    step(optimizer, 0)
+    set_memory_aside(optimizer)
+    return optimizer
+
+
+def give(optimizer, seed):
+    """New gradients in the memory of the old ones."""
+    generator = torch.Generator().manual_seed(seed)
+    for p in optimizer.param_groups[0]["params"]:
+        p.grad.copy_(torch.randn(p.shape, generator=generator))
+
+
+def step(optimizer, seed):
+    give(optimizer, seed)
+    optimizer.step()
+
+
+def assert_same(one, other):
+    pairs = zip(*(x.param_groups[0]["params"] for x in (one, other)), strict=True)
+    for p, q in pairs:
+        assert torch.equal(p, q)
+        for key, value in other.state[q].items():
+            assert torch.equal(one.state[p][key], value), key
+
+
+@pytest.mark.parametrize("case", CLASSES, ids=lambda case: case.id)
+def test_replays_go_on_counting_and_read_the_learning_rate(case, on_device):
+    """Step counts, random bits and what lasts, as in steps."""
+    rates = [torch.tensor(case.lr) for _ in range(2)]
+    with lowbit_optim.use_engine("triton"):
+        one, other = (begun(case, lr) for lr in rates)
+        give(one, 1)
+        with captured(one) as graph:
+            one.step()
+        step(other, 1)
+        for seed in (2, 3):
+            for lr in rates:
+                lr.fill_(case.lr / seed)
+            give(one, seed)
+            graph.replay()
+            step(other, seed)
+            assert_same(one, other)
+
+
+def test_replays_and_steps_in_between_do_not_disturb_each_other():
+    """Numbers and addresses are those of each capture, and of the last step outside."""
+    with lowbit_optim.use_engine("triton"):
+        one, other = (begun(ADAMW, 0.1) for _ in range(2))
+        params, graphs = one.param_groups[0]["params"], []
+        static = [p.grad for p in params]
+        elsewhere = [torch.empty_like(p) for p in params]
+        for seed, lr, graph in (
+            (1, 0.1, "new"), (2, 0.01, "new"), (3, 0.05, None), (4, 0.1, 0), (5, 0.05, None),
+            (6, 0.01, 1),
+        ):  # fmt: skip
+            other.param_groups[0]["lr"] = lr
+            step(other, seed)
+            for p, g in zip(params, elsewhere if graph is None else static, strict=True):
+                p.grad = g
+            give(one, seed)
+            if graph in (0, 1):
+                graphs[graph].replay()
+            else:
+                one.param_groups[0]["lr"] = lr
+                with captured(one) if graph else nullcontext() as new:
+                    one.step()
+                graphs.append(new)
+            assert_same(one, other)
+        assert [graph.sent for graph in graphs[:2]] == [2, 2], "addresses and numbers"
+
+
+def test_a_third_capture_in_a_row_asks_for_a_step():
+    with lowbit_optim.use_engine("triton"):
+        optimizer = begun(ADAMW, 0.1)
+        for _ in range(triton_plan.SPARE):
+            with captured(optimizer):
+                optimizer.step()
+        with captured(optimizer), pytest.raises(RuntimeError, match="take a step between them"):
+            optimizer.step()
+        assert optimizer.state[optimizer.param_groups[0]["params"][0]]["step"] == 3

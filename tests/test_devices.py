@@ -1,0 +1,130 @@
+"""What depends on what a device can do, or is doing, without such a device."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import lowbit_optim
+from lowbit_optim import _eager, _state
+from lowbit_optim_kernels import devices, dispatch
+from lowbit_optim_kernels.engines import registry as engines
+from lowbit_optim_kernels.engines import torch as torch_engine
+
+WIDE = pytest.mark.parametrize("wide", [True, False])
+XPU = torch.device("xpu", 7)
+CLASSES = [name for name in dir(lowbit_optim) if name.endswith("8bit")]
+
+
+@pytest.fixture
+def xpu(wide, monkeypatch):
+    """One of Intel's GPUs, with or without fp64."""
+    properties = SimpleNamespace(has_fp64=wide)
+    monkeypatch.setattr(torch.xpu, "is_available", lambda: True)
+    monkeypatch.setattr(torch.xpu, "get_device_properties", lambda device: properties)
+    monkeypatch.setenv("TRITON_INTERPRET", "0")
+    devices.has_fp64.cache_clear()
+    dispatch._resolve.cache_clear()
+    yield XPU
+    devices.has_fp64.cache_clear()
+    dispatch._resolve.cache_clear()
+
+
+@WIDE
+def test_once_a_tensor_is_computed_in_fp64_where_there_is_such(xpu, wide):
+    assert devices.scalar_dtype(xpu) == (torch.float64 if wide else torch.float32)
+    assert devices.scalar_dtype(torch.device("cuda")) == torch.float64
+    assert devices.scalar_dtype(torch.device("mps")) == torch.float32
+
+
+@WIDE
+def test_triton_refuses_a_gpu_without_fp64(xpu, wide):
+    pytest.importorskip("triton", minversion="3.4")
+    choice = dispatch.choose("auto", "", xpu, torch.float32)
+    assert choice.name == ("triton" if wide else "torch")
+    assert wide or choice.reason == engines.TRITON.refusal(xpu, torch.float32).reason
+    assert wide or "fp64, which this GPU lacks" in choice.reason
+
+
+class Operators(TorchDispatchMode):
+    """Notes the operators that give fp64 on a device."""
+
+    def __init__(self, device):
+        super().__init__()
+        self.device, self.wide = device, set()
+
+    def __torch_dispatch__(self, operator, kinds, args=(), options=None):
+        result = operator(*args, **(options or {}))
+        for x in result if isinstance(result, (list, tuple)) else [result]:
+            if isinstance(x, torch.Tensor) and (x.dtype, x.device) == (torch.float64, self.device):
+                self.wide.add(str(operator))
+        return result
+
+
+@pytest.mark.parametrize("clipping", [100, 5])
+@pytest.mark.parametrize("name", CLASSES)
+def test_a_device_without_fp64_is_given_none(name, clipping, monkeypatch):
+    """The meta device stands for it, as it runs what any device is given."""
+    for module in (torch_engine, _state, _eager):
+        monkeypatch.setattr(module, "scalar_dtype", lambda device: torch.float32)
+    p = torch.nn.Parameter(torch.empty(5, 100, device="meta"))
+    options = {"lr": 0.1, "min_8bit_size": 1, "percentile_clipping": clipping}
+    optimizer = getattr(lowbit_optim, name)([p], **options)
+    noted = Operators(p.device)
+    for _ in range(2):
+        p.grad = torch.empty_like(p)
+        with noted:
+            optimizer.step()
+    assert not noted.wide
+
+
+def test_a_capture_of_the_torch_engine_is_refused_by_name(monkeypatch):
+    """By CUDA it would be by an error that names a copy, when the step was counted."""
+    (p,) = params = [torch.nn.Parameter(torch.ones(300))]
+    p.grad = torch.ones_like(p)
+    with lowbit_optim.use_engine("torch"):
+        optimizer = lowbit_optim.AdamW8bit(params)
+        optimizer.step()
+        before = p.detach().clone()
+        monkeypatch.setattr(devices, "capturing", lambda device: True)
+        with pytest.raises(RuntimeError, match="CUDA graph: the torch engine takes numbers from"):
+            optimizer.step()
+    assert optimizer.state[p]["step"] == 1
+    assert torch.equal(p, before)
+
+
+class Stream:
+    """A stream that notes which others it waits for."""
+
+    def __init__(self, name, seen):
+        self.name, self.seen = name, seen
+
+    def wait_stream(self, other):
+        self.seen.append((self.name, other.name))
+
+
+def test_tables_are_kept_and_waited_for_on_another_stream(monkeypatch):
+    """And on the one where they were made nothing is asked of a step."""
+    pytest.importorskip("triton", minversion="3.4")
+    from lowbit_optim_kernels.engines.triton import plan as triton_plan
+
+    waits, kept = [], []
+    a, b = (Stream(name, waits) for name in "ab")
+    now = [a]
+    monkeypatch.setattr(triton_plan, "current_stream", lambda device: now[0])
+    monkeypatch.setattr(
+        torch.Tensor, "record_stream", lambda x, stream: kept.append((x.data_ptr(), stream.name))
+    )
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    (p,) = params = [torch.nn.Parameter(torch.ones(300, device=device))]
+    with lowbit_optim.use_engine("triton"):
+        optimizer = lowbit_optim.AdamW8bit(params)
+        for stream, waited, recorded in ((a, 0, 0), (a, 0, 0), (b, 1, 8), (b, 1, 8), (a, 2, 16)):
+            now[0], p.grad = stream, torch.ones_like(p)
+            optimizer.step()
+            assert (len(waits), len(kept)) == (waited, recorded)
+    assert waits == [("b", "a"), ("a", "b")]
+    ((batch,),) = [plan.batches for plan in optimizer.plans.values()]
+    tables = {x.data_ptr() for x in vars(batch.tables).values() if isinstance(x, torch.Tensor)}
+    assert {address for address, name in kept if name == "b"} == tables
