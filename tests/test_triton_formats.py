@@ -63,7 +63,7 @@ def assert_same(got, want, share=1e-4):
             y = other[key]
             assert (x.shape, x.dtype) == (y.shape, y.dtype), key
             if x.dtype == torch.int16:  # the last bits of fp32 weights, which are rounded otherwise
-                a, b = (weights.OF_BITS[32].read(*pair, torch.float32) for pair in ((p, x), (q, y)))
+                a, b = (weights.WEIGHTS[32].read(*pair, torch.float32) for pair in ((p, x), (q, y)))
                 assert ((a - b).abs() <= 2.0**-21 * b.abs() + 1e-8).all(), key
             elif x.dtype in INTEGERS:
                 counted.setdefault(key, []).append((x != y).flatten())
