@@ -251,8 +251,9 @@ def other_entries(state_dict: Mapping[str, Any]) -> dict[Any, Any]:
 
 
 def check_values(
-    saved: Mapping[str, Any], p: Tensor, moments: Iterable[Moment], lasting: Iterable[Lasting]
-) -> None:
+    saved: Mapping[str, Any], p: Tensor, moments: Iterable[Moment], lasting: Iterable[Lasting],
+    outlasted: bool,
+) -> None:  # fmt: skip
     """Refuse numbers that no step leaves behind, and that would make parameters non-finite."""
     _saved.require_values(saved, p)
     if "step" in saved:
@@ -266,7 +267,7 @@ def check_values(
         _check_residual(saved[RESIDUAL_KEY], p)
     there = _saved.known(saved, tuple(moments))
     for unit in _saved.saved_units(saved, there):
-        _saved.check(saved, p, unit)
+        _saved.check(saved, p, unit, outlasted)
 
 
 def _check_residual(value: Any, p: Tensor) -> None:

@@ -152,9 +152,14 @@ class KeepsState(Optimizer):
     def _check_saved(self, saved: Mapping[str, Any], p: Tensor, group: Mapping[str, Any]) -> None:
         """Raise for numbers that no step leaves in a parameter's state."""
         moments = dict.fromkeys((*self._moments(group), *self.SAVED_MOMENTS))
-        _checkpoint.check_values(saved, p, moments, self._lasting(group))
+        outlasted = self._outlasts_moments(group)
+        _checkpoint.check_values(saved, p, moments, self._lasting(group), outlasted)
         if self.step_required and "step" not in saved:
             raise _saved.missing("step", saved)
+
+    def _outlasts_moments(self, group: Mapping[str, Any]) -> bool:
+        """Whether a weight stays finite where 32-bit moments are not after a bad gradient."""
+        return bool(group.get("cautious", False))  # NaN never has the gradient's sign
 
     def _fitted(self, saved: dict[str, Any], p: Tensor, group: Mapping[str, Any]) -> dict[str, Any]:
         """A parameter's state, copied from `saved` and stored as `group` asks."""

@@ -79,6 +79,9 @@ class Lion(LowBitOptimizer):
         super()._validate(group)
         _checks.numbers(group, *self.HYPER)
 
+    def _outlasts_moments(self, group: Mapping[str, Any]) -> bool:
+        return True  # the sign of what is no number is 0 here
+
     def _rule(self, group: Mapping[str, Any]) -> Rule:
         return self._cached_rule(lion_rule, group["max_unorm"] > 0, group["cautious"])
 

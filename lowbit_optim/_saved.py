@@ -97,8 +97,11 @@ def missing(key: str, saved: Mapping[str, Any]) -> ValueError:
     return ValueError(f"it has no {key!r}, only {sorted(map(str, saved))}")
 
 
-def check(saved: Mapping[str, Any], p: Tensor, unit: Unit) -> None:
-    """Raise a ValueError for tensors of a unit that no step leaves behind."""
+def check(saved: Mapping[str, Any], p: Tensor, unit: Unit, outlasted: bool = False) -> None:
+    """Raise a ValueError for tensors of a unit that no step leaves behind.
+
+    `outlasted` says that weights outlast moments that are not finite.
+    """
     check_shapes(saved, p, unit)
     for part in unit.parts:
         value = saved[part.key]
@@ -110,7 +113,7 @@ def check(saved: Mapping[str, Any], p: Tensor, unit: Unit) -> None:
         _require_coded(saved, p, unit)
     else:
         for moment in unit.moments:
-            _check_numbers(moment, saved[moment.key].detach(), p)
+            _check_numbers(moment, saved[moment.key].detach(), p, outlasted)
 
 
 def _require_coded(saved: Mapping[str, Any], p: Tensor, unit: Unit) -> None:
@@ -167,10 +170,13 @@ def _scales_of(key: str) -> str:
     return " or ".join(sorted({part.key for part in parts if part.per_block}, reverse=True))
 
 
-def _check_numbers(moment: Moment, value: Tensor, p: Tensor) -> None:
+def _check_numbers(moment: Moment, value: Tensor, p: Tensor, outlasted: bool) -> None:
     # An infinite square freezes its weight, as in torch.optim; no other such number is harmless,
-    # unless the weight is lost already.
-    good = value.isfinite() if moment.signed else value >= 0
+    # unless the weight is lost already, or outlasts it.
+    if moment.signed:
+        good = value.isfinite() | outlasted
+    else:
+        good = ~(value < 0) if outlasted else value >= 0
     if p.device.type != "meta":
         good = good.to(p.device) | ~p.detach().isfinite()
     if not bool(good.all()):

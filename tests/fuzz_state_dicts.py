@@ -33,14 +33,23 @@ def a_scale_that_is_no_scale(saved):
     return saved.poke(saved.pick("scales"), number)
 
 
+def needs_finite_moments(saved):
+    """Lion's weights and cautious ones outlast a moment that is not finite, so it is taken."""
+    groups = saved.tree["param_groups"]
+    if saved.family == "Lion" or any(group.get("cautious") for group in groups):
+        raise NotHere
+
+
 @damage
 def a_moment_that_is_not_finite(saved):
+    needs_finite_moments(saved)
     return saved.poke(saved.pick("wide", "square"), saved.rng.choice([NAN, -INF]))
 
 
 @damage
 def an_infinite_moment(saved):
     """An infinite square divides: its weight stands still, as in torch.optim."""
+    needs_finite_moments(saved)
     verdict = saved.poke(saved.pick("wide"), INF) if saved.rng.random() < 0.5 else None
     return verdict or (saved.poke(saved.pick("square"), INF) and EITHER)
 
