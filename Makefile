@@ -95,6 +95,7 @@ release: $(DEV)  ## build sdist and wheel, install the wheel into a clean enviro
 bench: $(DEV)  ## measure speed and memory
 	$(PY) -m benchmarks.speed.cpu $(ARGS)
 
+gpu-check: JOBS = $(shell n=$$(nproc 2> /dev/null || echo 2); echo $$((n < 8 ? n : 8)))
 gpu-check: $(DEV)  ## on a machine with a GPU: its tests, then its benchmark
 	@status=0; export PYTHONPATH="$(CURDIR):$(CURDIR)/kernels$${PYTHONPATH:+:$$PYTHONPATH}"; set -x; \
 	$(PY) -m pytest --numprocesses $(JOBS) -m gpu $(GPU_TESTS) $(ARGS) || status=1; \
