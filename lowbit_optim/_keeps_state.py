@@ -137,11 +137,8 @@ class KeepsState(Optimizer):
         _sharding.check(p, type(self).__name__)
         by_shards = not share.whole and _sharding.dealt_alike(saved, p)
         if by_shards:
-            plain, group, there = (
-                share.stepped(),
-                share.settings_for_shard(group),
-                _sharding.unwrapped(saved),
-            )
+            plain, there = share.stepped(), _sharding.unwrapped(saved)
+            group = share.settings_for_shard(group)
         else:
             plain = share.p.detach().full_tensor()
             there = {key: _sharding.gathered(x) for key, x in saved.items()}
