@@ -5,6 +5,7 @@ case row. 8-bit cases take `min_8bit_size=1`: small tensors, and codes all the s
 """
 
 import copy
+import io
 import os
 import subprocess
 import sys
@@ -123,3 +124,18 @@ def run_program(program, *arguments):
     app = typer.Typer()
     app.command()(program.main)
     return testing.CliRunner(env={"COLUMNS": "100"}).invoke(app, [str(a) for a in arguments])
+
+
+def saved_and_loaded(state_dict, **options):
+    """A state dict through a file, loaded without unpickling anything but data."""
+    file = io.BytesIO()
+    torch.save(state_dict, file)
+    file.seek(0)
+    return torch.load(file, weights_only=True, **options)
+
+
+def with_values_of(optimizer, other):
+    """Give `other` the parameter values of `optimizer`."""
+    for p, q in zip(all_parameters(other), all_parameters(optimizer), strict=True):
+        p.data.copy_(q.data)
+    return other

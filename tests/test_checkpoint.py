@@ -1,8 +1,6 @@
 """State dicts: what they hold, exact resumption, and loading from elsewhere."""
 
 import copy
-import io
-import math
 import pickle
 from typing import NamedTuple
 
@@ -19,27 +17,14 @@ from protocol import (
     give_gradients,
     identical,
     parameters,
+    saved_and_loaded,
     snapshot,
     tensors_of,
     train,
+    with_values_of,
 )
 
 FLOATS = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
-
-
-def saved_and_loaded(state_dict, **options):
-    """A state dict through a file, loaded without unpickling anything but data."""
-    file = io.BytesIO()
-    torch.save(state_dict, file)
-    file.seek(0)
-    return torch.load(file, weights_only=True, **options)
-
-
-def with_values_of(optimizer, other):
-    """Give `other` the parameter values of `optimizer`."""
-    for p, q in zip(all_parameters(other), all_parameters(optimizer), strict=True):
-        p.data.copy_(q.data)
-    return other
 
 
 def plain(tree):
@@ -304,50 +289,6 @@ def test_32_bits_to_8_and_back(case):
             assert f"{key}_absmax" not in back.state[r]
     assert {int(state["step"]) for state in back.state.values()} == {3}
     train(narrow, 1)
-
-
-OUTLASTING = [
-    ("Lion", {}, math.nan),
-    ("Lion", {}, math.inf),
-    ("AdamW", {"cautious": True}, math.inf),
-    ("SGD", {"momentum": 0.9, "cautious": True}, math.nan),
-    ("RMSprop", {"momentum": 0.9, "centered": True, "cautious": True}, math.nan),
-]
-
-
-@pytest.mark.parametrize(("name", "options", "bad"), OUTLASTING)
-@BY_ENGINE
-@pytest.mark.few_if_compiled("bad", "options")
-def test_a_run_resumes_after_a_gradient_that_weights_outlast(engine, name, options, bad):
-    """A 32-bit moment keeps what is not finite, beside a weight that is."""
-    wide, narrow = (getattr(lowbit_optim, f"{name}{bits}bit") for bits in (32, 8))
-    optimizer = train(wide(parameters(), lr=0.01, **options), 1)
-    give_gradients(all_parameters(optimizer), 1)
-    all_parameters(optimizer)[0].grad[3, 5] = bad
-    optimizer.step()
-    loaded, in_8_bits = (
-        with_values_of(optimizer, cls(parameters(), lr=0.01, min_8bit_size=1, **options))
-        for cls in (wide, narrow)
-    )
-    for other in loaded, in_8_bits:
-        other.load_state_dict(saved_and_loaded(optimizer.state_dict()))
-    assert identical(loaded.state_dict()["state"], optimizer.state_dict()["state"])
-    for other in optimizer, loaded, in_8_bits:
-        train(other, 2, first=2)
-    before, after = snapshot(optimizer), snapshot(loaded)
-    assert identical(before["params"], after["params"])
-    assert identical(before["state"], after["state"])
-    assert bool(all_parameters(in_8_bits)[0].isfinite().all())
-
-
-@pytest.mark.parametrize(("name", "key"), [("AdamW", "exp_avg"), ("SGD", "momentum_buffer")])
-def test_what_weights_do_not_outlast_is_refused(name, key):
-    options = {"momentum": 0.9} if name == "SGD" else {}
-    cls = getattr(lowbit_optim, f"{name}32bit")
-    saved = train(cls(parameters(), lr=0.01, **options), 1).state_dict()
-    saved["state"][0][key][3, 5] = math.nan
-    with pytest.raises(ValueError, match=f"'{key}' has elements that are not finite"):
-        cls(parameters(), lr=0.01, **options).load_state_dict(saved)
 
 
 # torch.optim.

@@ -2,7 +2,6 @@
 
 import copy
 import importlib
-import io
 import math
 from types import SimpleNamespace
 
@@ -13,7 +12,7 @@ import cases
 from lowbit_optim import _cain, _learned_gradient, dequantize_blockwise, use_engine
 from lowbit_optim._cain import Cain
 from lowbit_optim._learned_gradient import LearnedGradient
-from protocol import identical, snapshot, train
+from protocol import identical, saved_and_loaded, snapshot, train
 
 MOMENTS = {Cain: {"delta": True, "exp_avg_sq": False}, LearnedGradient: {"exp_avg": True}}
 BOTH = pytest.mark.parametrize("cls", MOMENTS, ids=lambda cls: cls.__name__)
@@ -30,13 +29,6 @@ def mixed_parameters(dtype, device="cpu"):
 def made(cls, params, bits=8, **options):
     period = {"lr_est_period": 3} if cls is LearnedGradient else {}
     return cls(params, optim_bits=bits, min_8bit_size=1, percentile_clipping=7, **period, **options)
-
-
-def saved_and_loaded(state_dict):
-    buffer = io.BytesIO()
-    torch.save(state_dict, buffer)
-    buffer.seek(0)
-    return torch.load(buffer, weights_only=True)
 
 
 @pytest.mark.parametrize(("dtype", "at"), [(torch.float32, 1), (torch.bfloat16, 6)], ids=str)
