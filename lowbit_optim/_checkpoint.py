@@ -252,7 +252,7 @@ def other_entries(state_dict: Mapping[str, Any]) -> dict[Any, Any]:
 
 def check_values(
     saved: Mapping[str, Any], p: Tensor, moments: Iterable[Moment], lasting: Iterable[Lasting],
-    outlasted: bool,
+    outlasted: _saved.Outlasted,
 ) -> None:  # fmt: skip
     """Refuse numbers that no step leaves behind, and that would make parameters non-finite."""
     _saved.require_values(saved, p)

@@ -92,10 +92,11 @@ def checked(p: Tensor, name: str) -> Tensor:
             f"{g.device}; move the model before constructing the optimizer"
         )
     for x, what in ((p, "a parameter"), (g, "a gradient")):
-        if x.numel() and not x.untyped_storage().nbytes() and x.device.type != "meta":
+        freed = not x.untyped_storage().nbytes() or x._is_zerotensor()
+        if x.numel() and freed and x.device.type != "meta":
             raise RuntimeError(
-                f"{name}: the memory of {what} of shape {tuple(x.shape)} has been freed, as "
-                "`untyped_storage().resize_(0)` does"
+                f"{name}: {what} of shape {tuple(x.shape)} has no memory, as after "
+                "`untyped_storage().resize_(0)`"
             )
     if torch._debug_has_internal_overlap(p) == 1:
         raise RuntimeError(

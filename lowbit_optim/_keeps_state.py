@@ -18,6 +18,7 @@ from lowbit_optim_kernels.rules.shared import with_clipping, with_dither
 from lowbit_optim_kernels.weights import RESIDUAL_KEY, Weights
 
 from . import _checkpoint, _checks, _saved, _sharding, _state
+from ._saved import Outlasted
 from ._sharding import Share
 from ._state import Stored
 
@@ -149,14 +150,33 @@ class KeepsState(Optimizer):
     def _check_saved(self, saved: Mapping[str, Any], p: Tensor, group: Mapping[str, Any]) -> None:
         """Raise for numbers that no step leaves in a parameter's state."""
         moments = dict.fromkeys((*self._moments(group), *self.SAVED_MOMENTS))
-        outlasted = self._outlasts_moments(group)
+        outlasted = self._outlasted(saved, group)
         _checkpoint.check_values(saved, p, moments, self._lasting(group), outlasted)
         if self.step_required and "step" not in saved:
             raise _saved.missing("step", saved)
 
-    def _outlasts_moments(self, group: Mapping[str, Any]) -> bool:
-        """Whether a weight stays finite where 32-bit moments are not after a bad gradient."""
-        return bool(group.get("cautious", False))  # NaN never has the gradient's sign
+    def _outlasted(self, saved: Mapping[str, Any], group: Mapping[str, Any]) -> Outlasted:
+        """Where a weight stays finite though a saved 32-bit moment, the function's x, is not.
+
+        A cautious one does after NaN, which never has the gradient's sign, and after infinity over
+        an infinite square, which is NaN.
+        """
+        if not group.get("cautious", False):
+            return lambda x: torch.zeros_like(x, dtype=torch.bool)
+        squares = [
+            saved[moment.key]
+            for moment in self._moments(group)
+            if moment.role == SQUARE and isinstance(saved.get(moment.key), Tensor)
+        ]
+
+        def outlasted(x: Tensor) -> Tensor:
+            lost = x.isnan()
+            for square in squares:
+                if square.shape == x.shape and square.is_floating_point():
+                    lost |= ~square.detach().to(x.device).isfinite()
+            return lost
+
+        return outlasted
 
     def _fitted(self, saved: dict[str, Any], p: Tensor, group: Mapping[str, Any]) -> dict[str, Any]:
         """A parameter's state, copied from `saved` and stored as `group` asks."""

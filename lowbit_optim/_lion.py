@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from lowbit_optim_kernels.rules import Rule
@@ -13,6 +14,7 @@ from lowbit_optim_kernels.rules.lion import lion_rule
 from . import _checks
 from ._arguments import documented, settings_of
 from ._optimizer import LowBitOptimizer
+from ._saved import Outlasted
 from ._variants import fixed_bits
 
 
@@ -79,8 +81,8 @@ class Lion(LowBitOptimizer):
         super()._validate(group)
         _checks.numbers(group, *self.HYPER)
 
-    def _outlasts_moments(self, group: Mapping[str, Any]) -> bool:
-        return True  # the sign of what is no number is 0 here
+    def _outlasted(self, saved: Mapping[str, Any], group: Mapping[str, Any]) -> Outlasted:
+        return lambda x: torch.ones_like(x, dtype=torch.bool)  # its sign is 0 or 1
 
     def _rule(self, group: Mapping[str, Any]) -> Rule:
         return self._cached_rule(lion_rule, group["max_unorm"] > 0, group["cautious"])

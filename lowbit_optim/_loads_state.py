@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Set
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -16,6 +16,7 @@ from lowbit_optim_kernels.step_plan import same_objects
 from . import _checkpoint, _checks, _saved, _sharding
 from ._agreement import agreeing
 from ._foreign.load import as_ours
+from ._gradients import is_left_alone
 from ._keeps_state import KeepsState
 from ._manager import Overrides
 from ._settings import PREVIOUS_NORM, Settings, as_number, resolved
@@ -75,6 +76,17 @@ class LoadsState(KeepsState):
         Raises:
             ValueError: if `state` has a parameter that is in no parameter group.
         """
+        if _checkpoint.add_header not in self._optimizer_state_dict_post_hooks.values():
+            self.register_state_dict_post_hook(_checkpoint.add_header, prepend=True)
+        self._listed()
+        try:
+            return super().state_dict()
+        except KeyError:  # an address, which says nothing
+            self._require_listed()
+            raise
+
+    def _require_listed(self) -> None:
+        """Refuse state of parameters that are in no parameter group."""
         listed = set(self._listed())
         for p in self.state:
             if isinstance(p, Tensor) and p not in listed:
@@ -83,9 +95,6 @@ class LoadsState(KeepsState):
                     "is in no parameter group; delete its entry, or where another one has taken "
                     "its place, state[other] = state.pop(p)"
                 )
-        if _checkpoint.add_header not in self._optimizer_state_dict_post_hooks.values():
-            self.register_state_dict_post_hook(_checkpoint.add_header, prepend=True)
-        return super().state_dict()
 
     @torch._disable_dynamo
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -149,6 +158,9 @@ class LoadsState(KeepsState):
         for place, p, group, saved_group, saved in found:
             settings = resolved(group)
             ((_, part),) = self._overridden({**settings, "params": [p]})
+            if is_left_alone(p):
+                state[p] = _checkpoint.copied(saved)
+                continue
             where = f"state_dict does not fit {type(self).__name__}: {place}"
             kept = saved
             with _collecting(errors, where):
@@ -166,13 +178,17 @@ class LoadsState(KeepsState):
         return state
 
     def _codes_are_zero(self) -> bool:
-        """Whether there are moments in codes of DTensors, on this rank, and all of them are 0."""
+        """Whether moments in codes of DTensors, on this rank, are 0 where no code tells a cast.
+
+        A signed moment would: its 0 is another code than that of a number below 1.
+        """
         scales = [
             _sharding.local(self.state[p][part.key])
             for group in self.param_groups
             for _, settings in self._overridden(resolved(group))
             for p in settings["params"]
             if _sharding.is_dtensor(p) and p in self.state and p.device.type != "meta"
+            if not any(moment.signed for moment in self._moments(settings))
             for unit in units(self._moments(settings), self._format(p, settings))
             for part in unit.parts
             if part.per_block and part.key in self.state[p]
@@ -187,17 +203,20 @@ class LoadsState(KeepsState):
         listed = self._listed()
         if not same_objects(listed, self._numbered):
             self._numbered, self._numbering = listed, self._numbering + 1
-            self._overrides.forget()
+            self._overrides.keep(listed)
         return listed
 
     def _listed(self) -> list[Tensor]:
         """All parameters, in the order of their numbers."""
         for index, group in enumerate(self.param_groups):
-            if not hasattr(group["params"], "__getitem__"):  # a generator is empty the next time
+            # One is empty the next time, the other has no order.
+            if isinstance(group["params"], (Iterator, Set)):
                 raise TypeError(
                     f"params of parameter group {index} must be a list; got "
                     f"{type(group['params']).__name__}"
                 )
+            if not hasattr(group["params"], "__getitem__"):
+                group["params"] = list(group["params"])
         return [p for group in self.param_groups for p in group["params"]]
 
     def _place(self, p: Tensor) -> Place:

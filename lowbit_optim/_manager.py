@@ -233,11 +233,11 @@ class Overrides:
 
     def __init__(self) -> None:
         self._version = 0
-        self.forget()
-
-    def forget(self) -> None:
-        """Look all parameters up again, and keep none alive that the optimizer has no more."""
         self._known: dict[Tensor, tuple[tuple, dict[str, Any]]] = {}
+
+    def keep(self, params: Iterable[Tensor]) -> None:
+        """Forget what is known of other parameters than these, which it would keep alive."""
+        self._known = {p: self._known[p] for p in params if p in self._known}
 
     def parts(
         self, group: Mapping[str, Any], validate: Validate
@@ -274,8 +274,7 @@ class Overrides:
 
     def _look_up(self, manager: GlobalOptimManager, group: Mapping[str, Any]) -> None:
         if self._version != manager._version:
-            self._version = manager._version
-            self.forget()
+            self._version, self._known = manager._version, {}
         missing = [p for p in group["params"] if p not in self._known]
         if not missing:
             return

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from numbers import Real
 from typing import Any
 
@@ -27,6 +27,7 @@ from . import _sharding
 
 REAL = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 Moments = tuple[Moment, ...]
+Outlasted = Callable[[Tensor], Tensor]
 
 _CAST = (
     "torch.distributed.checkpoint casts what it reads to the dtypes of this optimizer. Build one "
@@ -97,10 +98,10 @@ def missing(key: str, saved: Mapping[str, Any]) -> ValueError:
     return ValueError(f"it has no {key!r}, only {sorted(map(str, saved))}")
 
 
-def check(saved: Mapping[str, Any], p: Tensor, unit: Unit, outlasted: bool = False) -> None:
+def check(saved: Mapping[str, Any], p: Tensor, unit: Unit, outlasted: Outlasted) -> None:
     """Raise a ValueError for tensors of a unit that no step leaves behind.
 
-    `outlasted` says that weights outlast moments that are not finite.
+    `outlasted` says where weights outlast a moment that is not finite.
     """
     check_shapes(saved, p, unit)
     for part in unit.parts:
@@ -170,13 +171,13 @@ def _scales_of(key: str) -> str:
     return " or ".join(sorted({part.key for part in parts if part.per_block}, reverse=True))
 
 
-def _check_numbers(moment: Moment, value: Tensor, p: Tensor, outlasted: bool) -> None:
+def _check_numbers(moment: Moment, value: Tensor, p: Tensor, outlasted: Outlasted) -> None:
     # An infinite square freezes its weight, as in torch.optim; no other such number is harmless,
     # unless the weight is lost already, or outlasts it.
     if moment.signed:
-        good = value.isfinite() | outlasted
+        good = value.isfinite() | outlasted(value)
     else:
-        good = ~(value < 0) if outlasted else value >= 0
+        good = (value >= 0) | (outlasted(value) & ~(value < 0))
     if p.device.type != "meta":
         good = good.to(p.device) | ~p.detach().isfinite()
     if not bool(good.all()):

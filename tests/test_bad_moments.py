@@ -59,3 +59,14 @@ def test_what_weights_do_not_outlast_is_refused(name, key):
     saved["state"][0][key][3, 5] = math.nan
     with pytest.raises(ValueError, match=f"'{key}' has elements that are not finite"):
         cls(parameters(), lr=0.01, **options).load_state_dict(saved)
+
+
+@pytest.mark.parametrize(("name", "key"), [("AdamW", "exp_avg"), ("SGD", "momentum_buffer")])
+def test_an_infinite_moment_over_a_finite_square_is_refused_of_cautious_ones_too(name, key):
+    """It has the sign of some gradient, and an infinite weight follows."""
+    options = {"cautious": True, **({"momentum": 0.9} if name == "SGD" else {})}
+    cls = getattr(lowbit_optim, f"{name}32bit")
+    saved = train(cls(parameters(), lr=0.01, **options), 1).state_dict()
+    saved["state"][0][key][3, 5] = math.inf
+    with pytest.raises(ValueError, match=f"'{key}' has elements that are not finite"):
+        cls(parameters(), lr=0.01, **options).load_state_dict(saved)

@@ -214,6 +214,14 @@ def test_what_a_user_keeps_with_a_parameter_and_in_a_group_is_copied():
     assert identical(kept, {"sizes": [torch.ones(3)]})
 
 
+def test_hooks_may_drop_the_state_of_a_parameter_in_no_group():
+    optimizer = train(lowbit_optim.AdamW8bit(parameters()), 1)
+    stray = torch.nn.Parameter(torch.zeros(3))
+    optimizer.state[stray] = {"kept": torch.ones(3)}
+    optimizer.register_state_dict_pre_hook(lambda one: one.state.pop(stray, None))
+    assert len(optimizer.state_dict()["state"]) == len(parameters())
+
+
 def test_the_state_of_a_parameter_in_no_group_is_not_saved():
     optimizer = train(lowbit_optim.AdamW8bit(parameters(shapes=[(300,), (7, 3)])), 1)
     optimizer.param_groups[0]["params"].pop()

@@ -78,7 +78,7 @@ def test_memory_that_was_freed(case, steps, what):
     freed = (params[1] if what == "parameter" else params[1].grad).untyped_storage()
     size, kept = freed.nbytes(), params[1].detach().clone()
     freed.resize_(0)
-    with pytest.raises(RuntimeError, match=rf"memory of a {what} of shape \(5, 300\) .* freed"):
+    with pytest.raises(RuntimeError, match=rf"a {what} of shape \(5, 300\) has no memory"):
         optimizer.step()
     freed.resize_(size)
     with torch.no_grad():

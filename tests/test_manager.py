@@ -269,6 +269,18 @@ def test_a_parameter_that_was_replaced_is_not_kept_alive(cls, manager):
     assert gone() is None
 
 
+def test_an_override_outlives_the_module_of_a_parameter_that_stays(manager):
+    """Also where the optimizer gets another group."""
+    model = two_layers()
+    p = model[0].weight
+    manager.register_module_override(model[0], "weight", {"optim_bits": 32, "lr": 0.0})
+    optimizer = train(lowbit_optim.AdamW8bit([p], min_8bit_size=1), 1)
+    before, model[0].weight = p.detach().clone(), torch.nn.Parameter(torch.zeros_like(p))
+    optimizer.add_param_group({"params": parameters(shapes=[(7, 3)])})
+    assert torch.equal(all_parameters(train(optimizer, 2))[0], before)
+    assert optimizer.state[p]["exp_avg"].dtype == torch.float32
+
+
 def test_without_overrides_a_groups_settings_are_used_as_they_are(manager):
     """Also while there are overrides of the parameters of no optimizer."""
     optimizer = train(lowbit_optim.AdamW8bit(parameters(), min_8bit_size=1), 1)

@@ -20,10 +20,10 @@ from protocol import (
     give_gradients,
     identical,
     parameters,
+    saved_and_loaded,
     snapshot,
     train,
 )
-from test_checkpoint import saved_and_loaded
 from test_errors import BAD_IN_GROUPS, REFUSALS
 
 ADAMW = lowbit_optim.AdamW8bit
@@ -277,3 +277,26 @@ def test_settings_of_a_configurations_own_classes_are_saved_as_pythons():
         later.param_groups[0].update(settings)
         saved += [saved_and_loaded(x.state_dict()) for x in (constructed, train(later, 1))]
     assert identical(saved[:2], saved[2:])
+
+
+def test_a_group_whose_parameters_are_a_view_of_a_dict():
+    optimizer, twin = (lowbit_optim.AdamW8bit(parameters()) for _ in range(2))
+    given = dict(enumerate(all_parameters(optimizer)))
+    optimizer.param_groups[0]["params"] = given.values()
+    train(optimizer, 2)
+    train(twin, 2)
+    assert identical(snapshot(optimizer)["params"], snapshot(twin)["params"])
+    assert optimizer.param_groups[0]["params"] == list(given.values())
+
+
+def test_state_of_a_parameter_that_is_quantized_now_is_taken_along():
+    """It is frozen, and its `master_weight_bits` mean nothing any more."""
+    options = {"master_weight_bits": 24}
+    before = lowbit_optim.AdamW8bit(parameters(torch.bfloat16), **options)
+    saved = train(before, 1).state_dict()
+    shapes = [p.shape for p in parameters()]
+    quantized = [torch.nn.Parameter(torch.zeros(n, dtype=torch.uint8), False) for n in shapes]
+    after = lowbit_optim.AdamW8bit(quantized, **options)
+    after.load_state_dict(saved)
+    after.step()
+    assert identical(after.state_dict()["state"], before.state_dict()["state"])
