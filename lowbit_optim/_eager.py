@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from lowbit_optim_kernels import dispatch
-from lowbit_optim_kernels.devices import scalar_dtype
+from lowbit_optim_kernels.devices import refuse_capture, scalar_dtype
 from lowbit_optim_kernels.dither import tensor_key
 from lowbit_optim_kernels.engines import torch as torch_engine
 from lowbit_optim_kernels.formats import compute_dtype, units
@@ -187,11 +187,8 @@ class EagerOptimizer(LowBitOptimizer):
     def _step_groups(self) -> None:
         self._places = {}
         self._renumbered()
-        if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
-            raise RuntimeError(
-                f"{type(self).__name__}.step cannot be captured in a CUDA graph: the host decides "
-                "in every step what to do"
-            )
+        if torch.cuda.is_initialized():
+            refuse_capture(torch.device("cuda"), "the host decides in every step what to do")
         indices = range(len(self.param_groups))
         parts = [part for index in indices for _, part in self._parts(index)]
         # All that is refused is refused here, before any parameter's state has changed.

@@ -82,7 +82,7 @@ class Lion(LowBitOptimizer):
         _checks.numbers(group, *self.HYPER)
 
     def _outlasted(self, saved: Mapping[str, Any], group: Mapping[str, Any]) -> Outlasted:
-        return lambda x: torch.ones_like(x, dtype=torch.bool)  # its sign is 0 or 1
+        return lambda x: torch.ones_like(x, dtype=torch.bool)  # its sign is -1, 0 or 1
 
     def _rule(self, group: Mapping[str, Any]) -> Rule:
         return self._cached_rule(lion_rule, group["max_unorm"] > 0, group["cautious"])

@@ -78,7 +78,7 @@ class LoadsState(KeepsState):
         """
         if _checkpoint.add_header not in self._optimizer_state_dict_post_hooks.values():
             self.register_state_dict_post_hook(_checkpoint.add_header, prepend=True)
-        self._listed()
+        self._listed()  # which refuses what would be read only once
         try:
             return super().state_dict()
         except KeyError:  # an address, which says nothing

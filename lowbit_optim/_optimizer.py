@@ -331,6 +331,7 @@ class LowBitOptimizer(LoadsState):
         plan.copies = Copies(params, wholes)
         copied = plan.copies.renew(plan.held, [g for _, g, _ in found])
         slots: list[tuple[Slot, str]] = []
+        dithers = any(moment.stream for moment in rule.moments)
         each = zip(found, shares, plan.held, *copied, strict=True)
         for (p, _, engine), share, held, stepped, g in each:
             work = stepped.resolve_neg().contiguous()
@@ -344,7 +345,7 @@ class LowBitOptimizer(LoadsState):
             slot = self._slot(p, work, dispatch.readable(g, engine), group, state)
             if share is not None:
                 share.locate(slot)
-            if slot.weights.dithered or any(moment.stream for moment in rule.moments):
+            if dithers or slot.weights.dithered:
                 slot.tensor_key = dither.tensor_key(group["seed"], self._place(p).number)
             slots.append((slot, engine))
         # Last, so that tensors which every step looks at lie together in memory.
