@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping
+from itertools import islice
 from typing import Any, overload
 
 import torch
@@ -36,8 +37,9 @@ class LowBitOptimizer(LoadsState):
     """Base class of the package's optimizers; not meant to be constructed.
 
     A subclass gives its defaults, `HYPER`, `_validate` and `_rule`. Groups are read afresh in
-    every step, state is created at a parameter's first step, and all parameters of a group are
-    stepped together by the engine that `lowbit_optim.engine_for` names.
+    every step, state is created at a parameter's first step, and all parameters are stepped
+    together by the engine that `lowbit_optim.engine_for` names, those of several groups, too, if
+    the groups differ in numbers alone.
 
     A step that raises before the first parameter is written leaves parameters, moments and counts
     of steps as they were: for bad settings, parameters or gradients, when memory for state runs
@@ -45,13 +47,13 @@ class LowBitOptimizer(LoadsState):
     in the history of `percentile_clipping`.) Undoing a later one would take a copy of all
     parameters, so Ctrl-C or a lack of memory leaves it partly done:
 
-    - between two groups;
+    - between groups that are not stepped together;
     - between two parts of a tensor on the torch engine;
     - between a tensor that is not contiguous and its copy;
     - in `Cain` and `LearnedGradient`, whose state comes first;
     - in the microseconds in which a compiled engine counts a step or begins to write.
 
-    On a GPU a group's last kernel is compiled when earlier groups have been launched.
+    On a GPU the last kernel of such a group is compiled when those before it have been launched.
     """
 
     grad_scale: Tensor  # which a GradScaler sets while it has `step` called
@@ -264,11 +266,21 @@ class LowBitOptimizer(LoadsState):
     def _step_parts(
         self, parts: list[tuple[Any, Mapping[str, Any]]], last: Mapping[Any, StepPlan]
     ) -> dict[Any, StepPlan]:
-        """Step parts of groups; their step plans by their keys."""
-        plans = {key: self._plan(part, last.get(key)) for key, part in parts}
+        """Step parts of groups; step plans by the keys of their parts.
+
+        Parts that differ in hyperparameters at most are stepped together.
+        """
+        alike: dict[tuple, dict[Any, Mapping[str, Any]]] = {}
         for key, part in parts:
-            self._set_values(plans[key], part)
-            plans[key].take_tables(last.get(key))
+            form = self._step_rule(part), *map(part.get, FORM)
+            alike.setdefault(form, {})[key] = part
+        plans: dict[Any, StepPlan] = {}
+        for (rule, *_), members in alike.items():
+            key = tuple(members)
+            plans[key] = self._plan(rule, list(members.values()), last.get(key))
+        for (key, plan), members in zip(plans.items(), alike.values(), strict=True):
+            self._set_values(plan, list(members.values()))
+            plan.take_tables(last.get(key))
         batches = [batch for plan in plans.values() for batch in plan.batches]
 
         def keep_states() -> None:
@@ -305,35 +317,46 @@ class LowBitOptimizer(LoadsState):
             found.append((p, _gradients.checked(p, type(self).__name__), engine.name))
         return found
 
-    def _plan(self, group: Mapping[str, Any], last: StepPlan | None) -> StepPlan:
-        """The step plan of a part of a group: the last step's if it holds, else a new one."""
-        found = _gradients.of(group["params"])
-        params = [p for p, g in zip(group["params"], found, strict=True) if g is not None]
+    def _plan(
+        self, rule: Rule, groups: list[Mapping[str, Any]], last: StepPlan | None
+    ) -> StepPlan:
+        """The step plan of parts of groups: the last step's if it holds, else a new one."""
+        listed = [p for group in groups for p in group["params"]]
+        found = _gradients.of(listed)
+        params = [p for p, g in zip(listed, found, strict=True) if g is not None]
         gradients = [g for g in found if g is not None]
-        rule = self._step_rule(group)
+        sizes = [len(group["params"]) for group in groups]
+        if len(params) < len(listed):
+            rest = iter(found)
+            sizes = [sum(g is not None for g in islice(rest, size)) for size in sizes]
         form = (
-            rule, dispatch.request(), *map(group.get, FORM), self._scaler("grad_scale") is None,
-            self._scaler("found_inf") is None, self._numbering,
+            rule, dispatch.request(), *map(groups[0].get, FORM), tuple(sizes), self._numbering,
+            self._scaler("grad_scale") is None, self._scaler("found_inf") is None,
         )  # fmt: skip
         if last is not None and (held := _sharding.locals_of(params, gradients)) is not None:
             plan = last.with_gradients(form, params, *held, self.state)
             if plan is not None:
                 return plan
-        return self._new_plan(rule, form, group)
+        return self._new_plan(rule, form, groups)
 
-    def _new_plan(self, rule: Rule, form: tuple, group: Mapping[str, Any]) -> StepPlan:
+    def _new_plan(self, rule: Rule, form: tuple, groups: list[Mapping[str, Any]]) -> StepPlan:
         """A step plan; states are created that do not exist yet."""
-        found = self._checked_gradients(group)
-        params = [p for p, _, _ in found]
+        checked = [
+            (part, *found)
+            for part, group in enumerate(groups)
+            for found in self._checked_gradients(group)
+        ]
+        params = [p for _, p, _, _ in checked]
         plan = StepPlan(form, params, list(map(_sharding.local, params)), [])
-        shares = [self._share(p, group) for p in params]
+        shares = [self._share(p, groups[part]) for part, p, _, _ in checked]
         wholes = [i for i, share in enumerate(shares) if share is not None and share.whole]
         plan.copies = Copies(params, wholes)
-        copied = plan.copies.renew(plan.held, [g for _, g, _ in found])
+        copied = plan.copies.renew(plan.held, [g for _, _, g, _ in checked])
         slots: list[tuple[Slot, str]] = []
         dithers = any(moment.stream for moment in rule.moments)
-        each = zip(found, shares, plan.held, *copied, strict=True)
-        for (p, _, engine), share, held, stepped, g in each:
+        each = zip(checked, shares, plan.held, *copied, strict=True)
+        for (part, p, _, engine), share, held, stepped, g in each:
+            group = groups[part]
             work = stepped.resolve_neg().contiguous()
             plan.work.append(work)
             own_part = work if share is None else share.written(work)
@@ -343,6 +366,7 @@ class LowBitOptimizer(LoadsState):
             if new:
                 plan.new_states[p] = state
             slot = self._slot(p, work, dispatch.readable(g, engine), group, state)
+            slot.part = part
             if share is not None:
                 share.locate(slot)
             if dithers or slot.weights.dithered:
@@ -360,12 +384,18 @@ class LowBitOptimizer(LoadsState):
         """An AMP scaler's tensor for this step, 0-d; FSDP's is of shape (1,), an int 0 is none."""
         return x.reshape(()) if isinstance(x := getattr(self, name, None), Tensor) else None
 
-    def _set_values(self, plan: StepPlan, group: Mapping[str, Any]) -> None:
+    def _set_values(self, plan: StepPlan, groups: list[Mapping[str, Any]]) -> None:
         """Give a plan's batches the values of this step."""
-        hyper = {"lr": group["lr"], "max_unorm": group["max_unorm"], **self._hyper(group)}
-        hyper["percentile"] = group["percentile_clipping"]
+        hyper = [
+            {
+                "lr": group["lr"], "max_unorm": group["max_unorm"],
+                "percentile": group["percentile_clipping"], **self._hyper(group),
+            }
+            for group in groups
+        ]  # fmt: skip
         for batch in plan.batches:
-            batch.hyper, batch.maximize = hyper, group["maximize"]
+            batch.hyper = [hyper[part] for part in batch.parts]
+            batch.maximize = groups[0]["maximize"]
             batch.grad_scale = self._scaler("grad_scale")
             batch.found_inf = self._scaler("found_inf")
 

@@ -31,7 +31,7 @@ def stepped(engine, device, cuts, origin, bits):
             torch.zeros((), dtype=torch.int64, device=device), 1, stop - start, CUTS[-1],
             weights=stored, residual=residual, tensor_key=0x12345678, weights_before=origin + start,
         ))  # fmt: skip
-    batch = Batch(RULE, slots, p.device, engine, HYPER)
+    batch = Batch(RULE, slots, p.device, engine, hyper=[HYPER])
     batch.look()
     for _ in range(2):
         run = ENGINES[engine].load().start(batch)

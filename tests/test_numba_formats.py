@@ -211,7 +211,7 @@ def slot_of(shape, format, bits, p, g, before=0, weights_before=0):
 
 
 def stepped(engine, slot):
-    batch = Batch(RULE, [slot], slot.p.device, engine, HYPER)
+    batch = Batch(RULE, [slot], slot.p.device, engine, hyper=[HYPER])
     batch.look()
     for _ in range(2):  # the second step's number does not fit into 32 bits
         begun = ENGINES[engine].start(batch)

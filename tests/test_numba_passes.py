@@ -151,7 +151,7 @@ def one_step(engine, rule, format, hyper, shape=(3, 300)):
             state.append(torch.full(at, fill, dtype=part.dtype or torch.float32))
     count = torch.zeros((), dtype=torch.int64)
     slot = Slot(p, g, format, tuple(state), count, layout.rows, layout.row, p.numel())
-    batch = Batch(rule, [slot], p.device, engine, hyper)
+    batch = Batch(rule, [slot], p.device, engine, hyper=[hyper])
     batch.look()
     for _ in range(3):
         run = ENGINES[engine].start(batch)

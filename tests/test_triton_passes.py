@@ -66,9 +66,9 @@ def test_a_number_takes_the_place_of_a_tensor():
     ((batch,),) = [plan.batches for plan in optimizer.plans.values()]
     place = triton_plan.hyper_names(batch.rule).index("lr")
     for lr in (torch.tensor(0.25, device=DEVICE), 0.0):
-        batch.hyper = {**batch.hyper, "lr": lr}
+        batch.hyper = [{**batch.hyper[0], "lr": lr}]
         triton_plan._send_hyperparameters(batch.tables, batch)
-        assert float(batch.tables.hyper[place]) == float(lr)
+        assert float(batch.tables.hyper[0, place]) == float(lr)
 
 
 # A format for Triton is a module with these functions, and this one is such a module.

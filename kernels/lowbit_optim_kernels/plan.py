@@ -1,4 +1,4 @@
-"""What an engine is handed: the tensors of one optimizer group, ready to be stepped together."""
+"""What an engine is handed: tensors of an optimizer's groups, ready to be stepped together."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from .engines.registry import ENGINES
 from .formats import Format, units
 from .rules import Moment, Rule
 from .weights import PLAIN, Weights
@@ -39,6 +40,7 @@ class Slot:
         groups: process groups over which a shard's sums are added up, one after the other; none of
             a whole tensor.
         lasting: a tensor for each of the rule's `lasting`: 0-d fp64, or fp32 of shape (100,).
+        part: which of its batch's `hyper` are its hyperparameters.
         weights: how p is stored.
         residual: what is kept beside it, of its shape; written.
         tensor_key: of the random bits that round its moments and weights; see `dither`.
@@ -56,6 +58,7 @@ class Slot:
     row: int
     numel: int
     lasting: tuple[Tensor, ...] = ()
+    part: int = 0
     groups: ProcessGroups = ()
     weights: Weights = PLAIN
     residual: Tensor | None = None
@@ -116,7 +119,7 @@ def state_columns(moments: tuple[Moment, ...], format: Format) -> tuple[int, ...
 
 @dataclass
 class Batch:
-    """One group's slots of one device and engine, the rule, and this step's run-time values.
+    """Slots of one device and engine, their rule, and this step's run-time values.
 
     No two slots have one parameter's memory: such ones are stepped in batches one after the other.
 
@@ -125,7 +128,9 @@ class Batch:
         slots: parameters that have a gradient in this step.
         device: of all slots.
         engine: the name of the engine that steps them.
-        hyper: hyperparameters by name; numbers, or 0-d tensors that stay on their device.
+        parts: the parts of parameter groups that they are from, by their numbers in the step plan.
+        hyper: of each part hyperparameters by name; numbers, or 0-d tensors that stay on their
+            device.
         maximize: True flips the gradient.
         grad_scale, found_inf: 0-d tensors of an AMP scaler, or None.
         tables: what the engine has made of the slots; None in a first step. They belong to batches
@@ -146,7 +151,8 @@ class Batch:
     slots: list[Slot]
     device: torch.device
     engine: str
-    hyper: Mapping[str, float | Tensor] = field(default_factory=dict)
+    parts: tuple[int, ...] = (0,)
+    hyper: Sequence[Mapping[str, float | Tensor]] = field(default_factory=lambda: [{}])
     maximize: bool = False
     grad_scale: Tensor | None = None
     found_inf: Tensor | None = None
@@ -162,9 +168,9 @@ class Batch:
     noted: Any = None
 
     @property
-    def place(self) -> tuple[torch.device, str, int]:
+    def place(self) -> tuple[Any, ...]:
         """What tells the batches of a step plan apart."""
-        return self.device, self.engine, self.turn
+        return self.device, self.engine, self.turn, self.parts
 
     @cached_property
     def shards(self) -> dict[ProcessGroups, Tensor | None]:
@@ -194,7 +200,7 @@ class Batch:
         kinds = [
             (
                 s.p.dtype, s.g.dtype, s.format, s.weights, aligned, s.rows, s.row, s.numel,
-                s.tensor_key, s.blocks_before, s.weights_before,
+                s.tensor_key, s.blocks_before, s.weights_before, s.part,
             )
             for s, aligned in zip(self.slots, self.aligned, strict=True)
         ]  # fmt: skip
@@ -210,18 +216,24 @@ class Batch:
 def batches_of(rule: Rule, slots: Iterable[tuple[Slot, str]], captured: list[Any]) -> list[Batch]:
     """Slots, each with the name of its engine, by device and engine.
 
-    Of slots that have one parameter's memory each comes a turn later than the one before it.
+    Of slots that have one parameter's memory each comes a turn later than the one before it. The
+    slots come with the numbers of their parts in the step plan.
     """
-    found: dict[tuple[torch.device, str, int], list[Slot]] = {}
+    found: dict[tuple[torch.device, str, int, int | None], list[Slot]] = {}
     turns: Counter[int] = Counter()  # by address
     for slot, engine in slots:
         address = slot.p.data_ptr()
-        found.setdefault((slot.p.device, engine, turns[address]), []).append(slot)
+        part = None if ENGINES[engine].takes_parts else slot.part
+        found.setdefault((slot.p.device, engine, turns[address], part), []).append(slot)
         turns[address] += address != 0  # which is that of all empty tensors
-    return [
-        Batch(rule, its, device, engine, captured=captured, turn=turn)
-        for (device, engine, turn), its in found.items()
-    ]
+    batches = []
+    for (device, engine, turn, _), its in found.items():
+        parts = tuple(dict.fromkeys(slot.part for slot in its))
+        places = {part: place for place, part in enumerate(parts)}
+        for slot in its:
+            slot.part = places[slot.part]
+        batches.append(Batch(rule, its, device, engine, parts, captured=captured, turn=turn))
+    return batches
 
 
 def note_order(batches: Sequence[Batch]) -> None:

@@ -129,10 +129,11 @@ class _Snapshot:
 
 @dataclass
 class StepPlan:
-    """The step of some parameters of a group that share all settings.
+    """The step of some parameters whose settings differ in hyperparameters at most.
 
     Attributes:
-        form: the settings that decide how state is stored, what is run and by which engine.
+        form: the settings that decide how state is stored, what is run and by which engine, and how
+            many of the parameters are of each part of a group.
         params: the parameters that have a gradient, each once.
         held, gradients: of each the plain tensor that this rank holds, and that of its gradient.
         batches: the parameters by device and engine, as the engines are given them. Each keeps the

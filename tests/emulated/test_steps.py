@@ -214,6 +214,36 @@ def test_a_group_of_many_kinds_steps_each_tensor_as_alone(name):
         assert torch.equal(together, alone)
 
 
+@pytest.mark.parametrize("name", ["AdamW", "LANS"])
+def test_groups_are_stepped_together_to_the_same_bits(name):
+    """As compiled: each tensor by the numbers of its own group."""
+    generator, results = torch.Generator().manual_seed(0), []
+    starts = [torch.randn(300, generator=generator) for _ in range(35)]
+    gradients = [torch.randn(x.shape, generator=generator) for x in starts]
+    settings = [
+        {"lr": 0.001 * (1 + i), "weight_decay": 0.01 * (i % 3), "betas": (0.9, 0.95 + 0.001 * i)}
+        for i in range(len(starts))
+    ]
+    for together in (True, False):
+        params = [torch.nn.Parameter(x.clone()) for x in starts]
+        groups = [{"params": [p], **own} for p, own in zip(params, settings, strict=True)]
+        optimizers = [
+            getattr(lowbit_optim, f"{name}8bit")(some, min_8bit_size=1, dither=False)
+            for some in ([groups] if together else [groups[:1], groups[1:34], groups[34:]])
+        ]
+        for p, g in zip(params, gradients, strict=True):
+            p.grad = g
+        with emulated(90) as emulation, lowbit_optim.use_engine("triton"):
+            for optimizer in (*optimizers, *optimizers):
+                optimizer.step()
+        assert_clean(emulation)
+        state = {p: x for optimizer in optimizers for p, x in optimizer.state.items()}
+        results.append([x for p in params for x in (p.detach(), *state[p].values())])
+        assert all(len(optimizer.plans) == 1 for optimizer in optimizers)
+    for got, want in zip(*results, strict=True):
+        assert torch.equal(got, want)
+
+
 @pytest.mark.parametrize(
     ("origin", "bits"), [*zip(test_cut_vectors.ORIGINS, (16, 24), strict=True)]
 )

@@ -246,7 +246,7 @@ class TorchRun:
         self.scalar_dtype = scalar_dtype(self.device)
         self.values: dict[str, Any] = {
             name: value.to(self.device, self.scalar_dtype) if isinstance(value, Tensor) else value
-            for name, value in batch.hyper.items()
+            for name, value in batch.hyper[0].items()
         }
         self.live = None if batch.found_inf is None else batch.found_inf.to(self.device) == 0
         self.wrote = False  # anything of a parameter or its moments

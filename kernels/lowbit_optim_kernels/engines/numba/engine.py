@@ -1,4 +1,4 @@
-"""The CPU engine: the rules through Numba and LLVM, all passes over a group's tensors in one call.
+"""The CPU engine: the rules through Numba and LLVM, all passes over all tensors in one call.
 
 Blocks are dealt out in chunks to threads (`threads`). Results do not depend on their number:
 sums are formed per chunk and then added in a fixed order. A rule with norms takes whole tensors
@@ -32,7 +32,8 @@ class NumbaRun:
     def __init__(self, batch: Batch) -> None:
         self.batch = batch
         self.plan = current(batch)
-        self.plan.hyper[:] = [float(batch.hyper[name]) for name in hyper_names(batch.rule)]
+        names = hyper_names(batch.rule)
+        self.plan.hyper[:] = [[float(hyper[name]) for name in names] for hyper in batch.hyper]
         self.live = batch.found_inf is None or float(batch.found_inf) == 0.0
         # An earlier batch may write the parameters that a later one sums up before it does.
         whole = not batch.shards and not batch.follows

@@ -6,9 +6,9 @@ Everything is addressed by int64 addresses from a table, so that one call steps 
 tensors:
 
     address   int64   (tensors, ...)  p, g, step, the state's tensors, what lasts
-    geometry  int64   (tensors, 7)    rows, row, blocks per row, global numel, `Slot.tensor_key`,
-                                      `blocks_before`, `weights_before`
-    hyper     float64 (...)           hyperparameters
+    geometry  int64   (tensors, 8)    rows, row, blocks per row, global numel, `Slot.tensor_key`,
+                                      `blocks_before`, `weights_before`, `part`
+    hyper     float64 (parts, ...)    hyperparameters
     scalars   float64 (tensors, ...)  gscale, then what the rule's scalar functions give
     chunks    int64   (chunks, 3)     tensor, first block, number of blocks
     partial   float64 (chunks, ...)   sums of a reduction's terms over one chunk
@@ -221,11 +221,12 @@ def run_chunks():
     for c in range(lo, hi):
         t = cell_i64(chunks, c, 3, 0)
         gscale = f32(cell_f64(scalars, t, SCALAR_COLUMNS, GSCALE))
+        part = cell_i64(geometry, t, GEOMETRY, 7)
         for s in SCALARS:
             if s.of_tensor:
                 s.value = f32(cell_f64(scalars, t, SCALAR_COLUMNS, s.column))
             else:
-                s.value = f32(read_f64(hyper + 8 * s.column))
+                s.value = f32(cell_f64(hyper, part, HYPER_COLUMNS, s.column))
         tensor_row = cell_i64(geometry, t, GEOMETRY, 1)
         per_row = cell_i64(geometry, t, GEOMETRY, 2)
         if DITHERED or WEIGHTS_DITHERED:
@@ -342,6 +343,7 @@ def read_tensors_job():
 
 
 def compute_scalars():
+    part = cell_i64(geometry, t, GEOMETRY, 7)
     for x in READS:
         if x.source == "step":
             x.value = read_step(cell_i64(address, t, ADDRESS_COLUMNS, STEP))
@@ -358,7 +360,7 @@ def compute_scalars():
         elif x.source == "scalars":
             x.value = cell_f64(scalars, t, SCALAR_COLUMNS, x.column)
         else:
-            x.value = read_f64(hyper + 8 * x.column)
+            x.value = cell_f64(hyper, part, HYPER_COLUMNS, x.column)
     CALL.gives = CALL.function(*CALL.reads)
     for x in GIVES:
         set_cell_f64(scalars, t, SCALAR_COLUMNS, x.column, x.value)

@@ -138,7 +138,7 @@ def _geometry(slot: Slot) -> tuple[int, ...]:
     whole = math.lcm(block, WEIGHT_BLOCK) if slot.weights.dithered else block
     if row % whole == 0:
         rows, row = 1, rows * row
-    numbers = (slot.tensor_key, slot.blocks_before, slot.weights_before)
+    numbers = (slot.tensor_key, slot.blocks_before, slot.weights_before, slot.part)
     return rows, row, -(-row // block), slot.numel, *numbers
 
 
@@ -173,7 +173,7 @@ def _make_plan(batch: Batch) -> Plan:
         geometry=np.array(geometry, dtype=np.int64),
         scalars=np.zeros((len(slots), source.SCALARS + len(rule.scalars()))),
         address=np.zeros((len(slots), address_columns(rule)), dtype=np.int64),
-        hyper=np.zeros(len(hyper_names(rule))),
+        hyper=np.zeros((len(batch.parts), len(hyper_names(rule)))),
     )
 
 

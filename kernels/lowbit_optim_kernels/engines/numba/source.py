@@ -57,7 +57,7 @@ GSCALE, SCALARS = 0, 1  # columns of `scalars`
 SIZE = {"f32": 4, "bf16": 2, "f16": 2}
 SUMMED = 256  # elements whose terms are added up in fp32, at least
 LANES, GRAIN = 16, 64  # elements of a vector; what a block function's are a multiple of
-GEOMETRY = 7  # columns of `geometry`
+GEOMETRY = 8  # columns of `geometry`
 
 PASSES = f"{__package__}.passes"
 WEIGHTS = "lowbit_optim_kernels.weights.numba"
@@ -93,7 +93,7 @@ def _tables(rule: Rule) -> dict[str, Any]:
     return {
         "ADDRESS_COLUMNS": address_columns(rule), "GEOMETRY": GEOMETRY,
         "SCALAR_COLUMNS": SCALARS + len(rule.scalars()), "GSCALE": GSCALE, "STEP": STEP,
-        "JOB": job,
+        "HYPER_COLUMNS": len(hyper_names(rule)), "JOB": job,
     }  # fmt: skip
 
 

@@ -199,7 +199,8 @@ class _Writer:
         self.hyper, self.columns, self.floats = hyper_names(rule), rule.scalars(), float_names(rule)
         self.stride = address_columns(rule)
         self.streams, self.random = streams(rule), random_column(rule)
-        self.widths = SCALARS + len(self.columns), self.random + 2 * len(self.streams)
+        floats_width = self.random + 2 * len(self.streams)
+        self.widths = SCALARS + len(self.columns), floats_width, len(self.hyper)
         self.given: set[str] = set()  # by the scalar functions so far
         self.lasting = {
             x.key: (f"scalars.OF_{'HISTORY' if x.history else 'NUMBER'}", lasting_column(rule, k))

@@ -1,4 +1,4 @@
-"""The GPU engine: the rules through Triton, one launch per pass for all tensors of a group.
+"""The GPU engine: the rules through Triton, one launch per pass for all tensors.
 
 Tables of addresses, shapes and tiles are built once per set of tensors and stay on the device;
 addresses are sent again only when one changes. Hyperparameters, lr and the step are run-time values

@@ -155,7 +155,8 @@ def _send_addresses(plan: Plan, pointers: list[int]) -> None:
 
 
 def _send_hyperparameters(plan: Plan, batch: Batch) -> None:
-    given = [batch.hyper[name] for name in hyper_names(batch.rule)]
+    names = hyper_names(batch.rule)
+    given = [hyper[name] for hyper in batch.hyper for name in names]
     # (What a tensor has filled is no number's yet: 0.0 in its place would be taken for sent.)
     on_host = [None if isinstance(value, Tensor) else float(value) for value in given]
     if on_host and on_host != plan.values:
@@ -163,7 +164,7 @@ def _send_hyperparameters(plan: Plan, batch: Batch) -> None:
         plan.values = on_host
     for i, value in enumerate(given):
         if isinstance(value, Tensor):
-            plan.hyper[i].copy_(value, non_blocking=True)
+            plan.hyper.view(-1)[i].copy_(value, non_blocking=True)
 
 
 # Building.
@@ -202,9 +203,12 @@ def _make(batch: Batch) -> Plan:
     tiling = grid.of(slots, batch.rule.moments, batch.aligned)
     tiles = np.array(tiling.tiles, dtype=np.int64)
     columns_of = [
-        (*shape, first, slot.numel, slot.tensor_key, slot.blocks_before, _weights_before(slot))
+        (
+            *shape, first, slot.numel, slot.tensor_key, slot.blocks_before, _weights_before(slot),
+            slot.part,
+        )
         for shape, first, slot in zip(tiling.shapes, np.cumsum(tiles) - tiles, slots, strict=True)
-    ]
+    ]  # fmt: skip
     width = SCALARS + len(batch.rule.scalars())
     float_width = random_column(batch.rule) + 2 * len(streams(batch.rule))
     columns = address_columns(batch.rule)
@@ -223,7 +227,7 @@ def _make(batch: Batch) -> Plan:
         address=zeros(len(slots), columns, dtype=torch.int64),
         scalars=zeros(len(slots), width),
         floats=zeros(len(slots), float_width, dtype=torch.float32),
-        hyper=zeros(max(1, len(hyper_names(batch.rule)))),
+        hyper=zeros(len(batch.parts), max(1, len(hyper_names(batch.rule)))),
         count=_on_device(np.array([len(slots)], dtype=np.int64), device),
         stream=current_stream(device),
     )

@@ -14,7 +14,7 @@ from . import plan, random
 
 STEP = tl.constexpr(STEP)
 ROW, ROWS, FIRST_TILE, NUMEL = (tl.constexpr(i) for i in range(4))  # of `geometry`
-KEY, BEFORE, WEIGHTS_BEFORE, GEOMETRY = (tl.constexpr(i) for i in range(4, 8))
+KEY, BEFORE, WEIGHTS_BEFORE, PART, GEOMETRY = (tl.constexpr(i) for i in range(4, 9))
 GSCALE, LIVE = tl.constexpr(plan.GSCALE), tl.constexpr(plan.LIVE)
 # Where a value is that a scalar function reads.
 OF_STEP, OF_NUMEL, OF_SCALARS, OF_HYPER, OF_SUMS, OF_NUMBER, OF_HISTORY = (
@@ -45,7 +45,13 @@ def per_tensor(t, mask, step, address, geometry, hyper, scalars, sums, SOURCE: t
     elif SOURCE[0] == OF_HISTORY:
         return tl.load(address + t * SOURCE[2] + SOURCE[1], mask=mask, other=0)
     else:
-        return tl.load(hyper + SOURCE[1] + 0 * t)
+        return tl.load(hyper + SOURCE[1])
+
+
+@triton.jit
+def own_hyper(t, mask, geometry, hyper, WIDTHS: tl.constexpr):
+    """Where each tensor's hyperparameters are."""
+    return hyper + tl.load(geometry + t * GEOMETRY + PART, mask=mask, other=0) * WIDTHS[2]
 
 
 @triton.jit
@@ -55,7 +61,8 @@ def scalar_function(
 ):  # fmt: skip
     """Call a rule's function for each tensor and keep what it gives, in fp64 and in fp32.
 
-    COLUMNS has the two columns of each value, WIDTHS the widths of both tables.
+    COLUMNS has the two columns of each value, WIDTHS the widths of both tables and of `hyper`, of
+    which each tensor's row is given.
     """
     values = ()
     for i in tl.static_range(len(SOURCES)):
@@ -98,8 +105,9 @@ def begin(
     tl.store(row + LIVE, live, mask=mask)
     tl.store(floats_row + GSCALE, gscale, mask=mask)
     tl.store(floats_row + LIVE, live, mask=mask)
+    own = own_hyper(t, mask, geometry, hyper, WIDTHS)
     scalar_function(
-        t, mask, step, address, geometry, hyper, scalars, floats, hyper, PREPARE, SOURCES, COLUMNS,
+        t, mask, step, address, geometry, own, scalars, floats, hyper, PREPARE, SOURCES, COLUMNS,
         WIDTHS,
     )  # fmt: skip
     tensor_key = tl.load(geometry + t * GEOMETRY + KEY, mask=mask, other=0).to(tl.uint32)
@@ -109,7 +117,7 @@ def begin(
         tl.store(of_streams + 2 * i, key, mask=mask)
         tl.store(of_streams + 2 * i + 1, rest, mask=mask)
     for i in tl.static_range(len(COPIES)):
-        tl.store(floats_row + COPIES[i][1], tl.load(hyper + COPIES[i][0] + 0 * t), mask=mask)
+        tl.store(floats_row + COPIES[i][1], tl.load(own + COPIES[i][0]), mask=mask)
 
 
 @triton.jit
@@ -122,8 +130,9 @@ def combine(
     t, mask = lanes(count, LANES)
     step_at = tl.load(address + t * STRIDE + STEP, mask=mask, other=0)
     step = tl.load(step_at.to(tl.pointer_type(tl.int64)), mask=mask, other=1).to(tl.float64)
+    own = own_hyper(t, mask, geometry, hyper, WIDTHS)
     scalar_function(
-        t, mask, step, address, geometry, hyper, scalars, floats, sums, FUNCTION, SOURCES, COLUMNS,
+        t, mask, step, address, geometry, own, scalars, floats, sums, FUNCTION, SOURCES, COLUMNS,
         WIDTHS,
     )  # fmt: skip
 

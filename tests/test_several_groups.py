@@ -1,0 +1,157 @@
+"""Groups whose settings differ in numbers alone are stepped together, to the same bits as apart."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+import cases
+import lowbit_optim
+from lowbit_optim_kernels.engines import registry
+from protocol import all_parameters, build, give_gradients, identical, parameters, snapshot
+
+SHAPES = ((12, 70), (300,), (3, 257), (64,))
+# Numbers of a second group; those that a class or a case has not, or has as None, stay away.
+OTHER = {
+    "weight_decay": 0.02, "eps": 1e-4, "momentum": 0.7, "dampening": 0.1, "alpha": 0.8,
+    "trust_coefficient": 0.03, "alpha_slow": 3.0, "lr_decay": 0.2, "target_rms": 0.5, "r": 0.5,
+}  # fmt: skip
+
+
+def plans_of(optimizer):
+    return list(optimizer.plans.values())
+
+
+def batches_of(optimizer):
+    return [batch for plan in plans_of(optimizer) for batch in plan.batches]
+
+
+def other_numbers(group):
+    """Settings of another group, which needs no other rule: a slow average stays slow."""
+    numbers = {k: x for k, x in OTHER.items() if isinstance(group.get(k), float) and group[k] > 0}
+    if "betas" in group:
+        numbers["betas"] = tuple(0.995 * beta for beta in group["betas"])
+    return numbers
+
+
+def three_groups(case, bits, device):
+    """The first and last group have the same settings but lr, the middle one other numbers."""
+    first, *rest = (torch.nn.Parameter(p.detach().to(device)) for p in parameters(shapes=SHAPES))
+    settings = other_numbers(build(case, bits, [first]).param_groups[0])
+    groups = [
+        {"params": [first]},
+        {"params": rest[:2], "lr": 0.3 * case.lr, **settings},
+        {"params": rest[2:], "lr": 2.0 * case.lr},
+    ]
+    return build(case, bits, groups)
+
+
+def steps_of(optimizer, missing=1):
+    """The numbers after some steps in which a parameter has no gradient once, and lr moves."""
+    found = []
+    for t in range(4):
+        give_gradients(all_parameters(optimizer), t)
+        if t == 2:
+            optimizer.param_groups[1]["params"][missing].grad = None
+        optimizer.param_groups[t % 3]["lr"] *= 0.5
+        optimizer.step()
+        found.append(snapshot(optimizer))
+    return found
+
+
+@pytest.mark.few_if_interpreted("case", "bits")
+@pytest.mark.parametrize("bits", [8, 32])
+@pytest.mark.parametrize(
+    "case", [*cases.one_per_class(cases.FUSED_CASES), *cases.CASES_CAUTIOUS[:1]], ids=lambda c: c.id
+)
+def test_groups_are_stepped_together_to_the_same_bits(case, bits, engine, device, monkeypatch):
+    together = three_groups(case, bits, device)
+    found = steps_of(together)
+    assert len(plans_of(together)) == 1
+    compiled = registry.ENGINES[engine].takes_parts
+    assert len(batches_of(together)) == (1 if compiled else 3)
+    alone = replace(registry.ENGINES[engine], takes_parts=False)
+    monkeypatch.setitem(registry.ENGINES, engine, alone)
+    apart = three_groups(case, bits, device)
+    assert identical(found, steps_of(apart))
+    assert len(batches_of(apart)) == 3
+
+
+def test_a_group_that_needs_another_rule_or_storage_has_a_plan_of_its_own(engine, device):
+    params = [torch.nn.Parameter(torch.ones(300, device=device)) for _ in range(5)]
+    others = [{}, {"maximize": True}, {"percentile_clipping": 50}, {"optim_bits": 32}, {"lr": 0.1}]
+    groups = [{"params": [p], **other} for p, other in zip(params, others, strict=True)]
+    optimizer = lowbit_optim.AdamW8bit(groups, min_8bit_size=1)
+    give_gradients(params, 0)
+    optimizer.step()
+    assert [plan.params for plan in plans_of(optimizer)] == [
+        [params[0], params[4]],
+        *([p] for p in params[1:4]),
+    ]
+
+
+def test_a_parameter_that_moves_to_the_next_group_has_its_settings(engine, device):
+    """Though all parameters follow each other as before, and as many are in each group."""
+    params = [torch.nn.Parameter(torch.zeros(5, device=device)) for _ in range(4)]
+    groups = [{"params": params[:2], "lr": 1.0}, {"params": params[2:], "lr": 10.0}]
+    optimizer = lowbit_optim.SGD(groups)
+    for p, g in zip(params, (1.0, 1.0, None, 1.0), strict=True):
+        p.grad = None if g is None else torch.full_like(p, g)
+    optimizer.step()
+    first, last = (group["params"] for group in optimizer.param_groups)
+    first[:], last[:] = (params[0], params[2]), (params[1], params[3])
+    optimizer.step()
+    assert [float(p.detach()[0]) for p in params] == [-2.0, -11.0, 0.0, -20.0]
+
+
+def test_tensors_of_groups_keep_their_own_learning_rates(engine, device):
+    rates = [torch.tensor(0.5, device=device), torch.tensor(0.25, device=device), 0.125]
+    params = [torch.nn.Parameter(torch.zeros(5, device=device)) for _ in rates]
+    groups = [{"params": [p], "lr": lr} for p, lr in zip(params, rates, strict=True)]
+    optimizer = lowbit_optim.SGD(groups)
+    for p in params:
+        p.grad = torch.ones_like(p)
+    optimizer.step()
+    rates[0].fill_(4.0)
+    optimizer.param_groups[2]["lr"] = 2.0
+    optimizer.step()
+    assert [float(p.detach()[0]) for p in params] == [-4.5, -0.5, -2.125]
+
+
+def test_groups_that_come_and_go(engine, device):
+    """A group that is added, frozen, set free and emptied; the others go on as alone."""
+    got, want = (
+        [torch.nn.Parameter(torch.ones(300, device=device)) for _ in range(3)] for _ in "ab"
+    )
+    optimizer = lowbit_optim.LAMB32bit([{"params": got[:1]}, {"params": got[1:2], "lr": 0.1}])
+    alone = [
+        lowbit_optim.LAMB32bit([p], lr=lr) for p, lr in zip(want, (1e-3, 0.1, 0.2), strict=True)
+    ]
+    for t in range(6):
+        if t == 2:
+            optimizer.add_param_group({"params": got[2:], "lr": 0.2})
+        for params in (got, want):
+            give_gradients(params, t)
+            params[1].grad = None if t == 3 else params[1].grad
+            params[2].grad = None if t < 2 else params[2].grad
+        if t == 5:
+            optimizer.param_groups[0]["params"].clear()
+            want[0].grad = None
+        optimizer.step()
+        for one in alone:
+            one.step()
+    assert identical([p.detach() for p in got], [p.detach() for p in want])
+
+
+def test_hyperparameters_come_in_the_order_of_a_batchs_parts():
+    """Of the groups that have tensors in it, which are not all."""
+    dtypes = (torch.float64, torch.float32) * 2
+    params = [torch.nn.Parameter(torch.ones(300, dtype=dtype)) for dtype in dtypes]
+    groups = [{"params": [p], "lr": 0.1 * (1 + i)} for i, p in enumerate(params)]
+    optimizer = lowbit_optim.SGD(groups)
+    give_gradients(params, 0)
+    optimizer.step()
+    first, second, third = batches_of(optimizer)
+    assert (first.parts, second.parts, third.parts) == ((0,), (1, 3), (2,))
+    assert [hyper["lr"] for hyper in second.hyper] == [0.2, 0.4]
+    assert [slot.part for slot in second.slots] == [0, 1]
