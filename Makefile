@@ -117,19 +117,19 @@ $(VENV)/.created:
 
 # torch first and alone, so that no other requirement chooses its build; setuptools so that building
 # the package needs no environment, and so no network, of its own.
-$(VENV)/.installed-%: pyproject.toml constraints.txt | $(VENV)/.created
+$(VENV)/.installed-%: pyproject.toml constraints.txt $(VENV)/.created
 	$(PIP) $(CONSTRAINED) torch $(TORCH_ARGS)
 	$(PIP) $(CONSTRAINED) setuptools
 	$(PIP) $(CONSTRAINED) --no-build-isolation --editable '.[$*]'
 	touch $@
 
 # The last three want torchvision or Lightning; the tests load single files of theirs, which do not.
-$(VENV)/.installed-peers: pyproject.toml constraints.txt | $(VENV)/.installed-dev
+$(VENV)/.installed-peers: pyproject.toml constraints.txt $(VENV)/.installed-dev
 	$(PIP) $(CONSTRAINED) --no-build-isolation --editable '.[peers,test]'
 	$(PIP) $(CONSTRAINED) --no-deps timm lightning-bolts 'pylocron; python_version >= "3.11"'
 	touch $@
 
-$(VENV)/.installed-frameworks: pyproject.toml constraints.txt | $(VENV)/.installed-dev
+$(VENV)/.installed-frameworks: pyproject.toml constraints.txt $(VENV)/.installed-dev
 	$(PIP) $(CONSTRAINED) --no-build-isolation --editable '.[frameworks,test]'
 	$(PIP) $(CONSTRAINED) --no-deps timm
 	touch $@

@@ -207,6 +207,7 @@ def main(
     threads: Annotated[list[int] | None, typer.Option(min=1, help="repeatable; 1 and 2")] = None,
     rounds: Annotated[int, typer.Option(min=1, help="timed steps of each of a pair")] = 15,
     peers: Annotated[bool, typer.Option("--peers", help="time other libraries too")] = False,
+    apart: Annotated[bool, typer.Option("--apart", help="a group for each tensor")] = False,
     first: Annotated[bool, typer.Option(help="time the first step of two processes")] = True,
     out: Annotated[Path, typer.Option(help="folder for speed.json")] = report.LOCAL,
     append: Annotated[bool, typer.Option("--append", help="keep the runs in speed.json")] = False,
@@ -217,9 +218,9 @@ def main(
     with arguments.refusing():
         cases = arguments.known("case", case or shapes.SHAPES, shapes.SHAPES)
         names = _chosen(optimizer, peers, console)
-    spec = {"optimizers": names, "cases": cases, "rounds": rounds}
+    spec = {"optimizers": names, "cases": cases, "rounds": rounds, "apart": apart}
     options = {"optimizer": optimizer, "case": case, "threads": threads, "rounds": rounds,
-               "peers": peers, "no-first": not first, "append": append}  # fmt: skip
+               "peers": peers, "apart": apart, "no-first": not first, "append": append}  # fmt: skip
     path, origin = out / "speed.json", report.origin("benchmarks.speed.cpu", options)
     before = earlier(path, origin) if append else NOTHING
     runs = [("cpu", count) for count in counts]

@@ -49,8 +49,11 @@ def time_pair(
     tensors: tuple[list, list, list],
     device: torch.device,
     rounds: int,
+    apart: bool,
 ) -> dict[str, object]:
     """Milliseconds a step of both, in turn; the ratio is taken round by round.
+
+    With `apart` each tensor has a parameter group of its own.
 
     Returns:
         `ms`, `baseline_ms`, `ratio` (median, quartiles, least, greatest), `ratio_of_minima` (what a
@@ -58,7 +61,10 @@ def time_pair(
         two of the baseline.
     """
     count = sum(param.numel() for param in tensors[0])
-    ours, theirs = entry.make(tensors[0], _LR), baseline.make(tensors[1], _LR)
+    first, second = (
+        [{"params": [p], "lr": _LR} for p in own] if apart else own for own in tensors[:2]
+    )
+    ours, theirs = entry.make(first, _LR), baseline.make(second, _LR)
     gc.collect()
     gc.disable()
     try:
@@ -96,7 +102,8 @@ def time_case(case: str, spec: Mapping[str, object], device: torch.device) -> No
         beside = entry.foreach if case.startswith("small") else entry.fused
         emit("start", case=case, optimizer=name)
         baseline = registry.REGISTRY[beside]
-        result = time_pair(entry, baseline, tensors, device, int(spec["rounds"]))
+        rounds, apart = int(spec["rounds"]), bool(spec["apart"])
+        result = time_pair(entry, baseline, tensors, device, rounds, apart)
         emit("pair", case=case, optimizer=name, baseline=beside, **result)
 
 
