@@ -4,36 +4,23 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping
-from itertools import islice
 from typing import Any, overload
 
 import torch
 from torch import Tensor
 
-from lowbit_optim_kernels import dispatch, dither
-from lowbit_optim_kernels.formats import units
-from lowbit_optim_kernels.formats.float32 import FLOAT32
-from lowbit_optim_kernels.formats.layout import Layout
-from lowbit_optim_kernels.plan import Slot, batches_of
 from lowbit_optim_kernels.rules import Moment, Rule
 from lowbit_optim_kernels.step_plan import StepPlan
-from lowbit_optim_kernels.weights import RESIDUAL_KEY
 
-from . import _checks, _gradients, _manager, _sharding, _state
-from ._gathering import Copies
-from ._loads_state import LoadsState
+from . import _checks, _gradients, _manager, _state
+from ._plans_steps import PlansSteps
 from ._settings import Settings, plain, resolved
 
-# Settings that decide how state is stored, what is compiled and which engine takes it.
-FORM = (
-    "optim_bits", "state_format", "min_8bit_size", "seed", "master_weight_bits", "maximize",
-    "fused",
-)  # fmt: skip
 # Settings that every group has, whether or not the class has arguments for them.
 EVERYWHERE = {"state_format": None, "dither": True, "seed": 0, "master_weight_bits": "auto"}
 
 
-class LowBitOptimizer(LoadsState):
+class LowBitOptimizer(PlansSteps):
     """Base class of the package's optimizers; not meant to be constructed.
 
     A subclass gives its defaults, `HYPER`, `_validate` and `_rule`. Groups are read afresh in
@@ -263,155 +250,9 @@ class LowBitOptimizer(LoadsState):
         self._partial_plans = {} if len(last) > len(self._places) else last
         self._partial_plans.update(self._step_parts(parts, last))
 
-    def _step_parts(
-        self, parts: list[tuple[Any, Mapping[str, Any]]], last: Mapping[Any, StepPlan]
-    ) -> dict[Any, StepPlan]:
-        """Step parts of groups; step plans by the keys of their parts.
-
-        Parts that differ in hyperparameters at most are stepped together.
-        """
-        alike: dict[tuple, dict[Any, Mapping[str, Any]]] = {}
-        for key, part in parts:
-            form = self._step_rule(part), *map(part.get, FORM)
-            alike.setdefault(form, {})[key] = part
-        plans: dict[Any, StepPlan] = {}
-        for (rule, *_), members in alike.items():
-            key = tuple(members)
-            plans[key] = self._plan(rule, list(members.values()), last.get(key))
-        for (key, plan), members in zip(plans.items(), alike.values(), strict=True):
-            self._set_values(plan, list(members.values()))
-            plan.take_tables(last.get(key))
-        batches = [batch for plan in plans.values() for batch in plan.batches]
-
-        def keep_states() -> None:
-            for plan in plans.values():
-                self.state.update(plan.new_states)
-
-        if batches:
-            sharded = any(batch.shards for batch in batches)
-            all_reduce = _sharding.all_reduce if sharded else None
-            dispatch.step(batches, all_reduce=all_reduce, ready=keep_states)
-        written = [p for plan in plans.values() for p in plan.held]
-        for plan in plans.values():
-            plan.write_back()
-        # Compiled engines write through addresses, which autograd's version counters do not see.
-        if written:
-            torch.autograd.graph.increment_version(written)
-        for plan in plans.values():
-            plan.freeze(self.state)
-        return plans
-
     def _parts(self, index: int) -> list[tuple[Any, Mapping[str, Any]]]:
         """A group's settings by what is overridden of its parameters; each part with a key."""
         return [((index, key), part) for key, part in self._overridden(self._settings_of(index))]
-
-    def _checked_gradients(self, group: Mapping[str, Any]) -> list[tuple[Tensor, Tensor, str]]:
-        """Each parameter that has a gradient, with its gradient and engine; checked."""
-        found = []
-        for p in dict.fromkeys(group["params"]):  # one that is listed twice is stepped once
-            if p.grad is None:
-                continue
-            engine = dispatch.engine_for(_sharding.local(p))
-            if group["fused"] and engine.name == "torch":
-                raise RuntimeError(f"fused=True, but the engine is 'torch': {engine.reason}")
-            found.append((p, _gradients.checked(p, type(self).__name__), engine.name))
-        return found
-
-    def _plan(
-        self, rule: Rule, groups: list[Mapping[str, Any]], last: StepPlan | None
-    ) -> StepPlan:
-        """The step plan of parts of groups: the last step's if it holds, else a new one."""
-        listed = [p for group in groups for p in group["params"]]
-        found = _gradients.of(listed)
-        params = [p for p, g in zip(listed, found, strict=True) if g is not None]
-        gradients = [g for g in found if g is not None]
-        sizes = [len(group["params"]) for group in groups]
-        if len(params) < len(listed):
-            rest = iter(found)
-            sizes = [sum(g is not None for g in islice(rest, size)) for size in sizes]
-        form = (
-            rule, dispatch.request(), *map(groups[0].get, FORM), tuple(sizes), self._numbering,
-            self._scaler("grad_scale") is None, self._scaler("found_inf") is None,
-        )  # fmt: skip
-        if last is not None and (held := _sharding.locals_of(params, gradients)) is not None:
-            plan = last.with_gradients(form, params, *held, self.state)
-            if plan is not None:
-                return plan
-        return self._new_plan(rule, form, groups)
-
-    def _new_plan(self, rule: Rule, form: tuple, groups: list[Mapping[str, Any]]) -> StepPlan:
-        """A step plan; states are created that do not exist yet."""
-        checked = [
-            (part, *found)
-            for part, group in enumerate(groups)
-            for found in self._checked_gradients(group)
-        ]
-        params = [p for _, p, _, _ in checked]
-        plan = StepPlan(form, params, list(map(_sharding.local, params)), [])
-        shares = [self._share(p, groups[part]) for part, p, _, _ in checked]
-        wholes = [i for i, share in enumerate(shares) if share is not None and share.whole]
-        plan.copies = Copies(params, wholes)
-        copied = plan.copies.renew(plan.held, [g for _, _, g, _ in checked])
-        slots: list[tuple[Slot, str]] = []
-        dithers = any(moment.stream for moment in rule.moments)
-        each = zip(checked, shares, plan.held, *copied, strict=True)
-        for (part, p, _, engine), share, held, stepped, g in each:
-            group = groups[part]
-            work = stepped.resolve_neg().contiguous()
-            plan.work.append(work)
-            own_part = work if share is None else share.written(work)
-            if own_part is not held:
-                plan.staged.append((held, own_part))
-            state, new = self._plain_state(p, stepped, group, share)
-            if new:
-                plan.new_states[p] = state
-            slot = self._slot(p, work, dispatch.readable(g, engine), group, state)
-            slot.part = part
-            if share is not None:
-                share.locate(slot)
-            if dithers or slot.weights.dithered:
-                slot.tensor_key = dither.tensor_key(group["seed"], self._place(p).number)
-            slots.append((slot, engine))
-        # Last, so that tensors which every step looks at lie together in memory.
-        for p, share in zip(params, shares, strict=True):
-            if share is not None and p in plan.new_states:
-                plan.new_states[p] = share.wrapped(plan.new_states[p])
-        plan.gradients = [_sharding.local(p.grad) for p in params]
-        plan.batches = batches_of(rule, slots, self._captured)
-        return plan
-
-    def _scaler(self, name: str) -> Tensor | None:
-        """An AMP scaler's tensor for this step, 0-d; FSDP's is of shape (1,), an int 0 is none."""
-        return x.reshape(()) if isinstance(x := getattr(self, name, None), Tensor) else None
-
-    def _set_values(self, plan: StepPlan, groups: list[Mapping[str, Any]]) -> None:
-        """Give a plan's batches the values of this step."""
-        hyper = [
-            {
-                "lr": group["lr"], "max_unorm": group["max_unorm"],
-                "percentile": group["percentile_clipping"], **self._hyper(group),
-            }
-            for group in groups
-        ]  # fmt: skip
-        for batch in plan.batches:
-            batch.hyper = [hyper[part] for part in batch.parts]
-            batch.maximize = groups[0]["maximize"]
-            batch.grad_scale = self._scaler("grad_scale")
-            batch.found_inf = self._scaler("found_inf")
-
-    def _slot(
-        self, p: Tensor, work: Tensor, g: Tensor, group: Mapping[str, Any], state: dict[str, Any]
-    ) -> Slot:
-        moments = self._moments(group)
-        format = self._format(p, group) if moments else FLOAT32
-        layout = Layout.of(work.shape, format.block)
-        return Slot(
-            p=work, g=g, format=format, step=state["step"],
-            state=tuple(state[part.key] for unit in units(moments, format) for part in unit.parts),
-            rows=layout.rows, row=layout.row, numel=p.numel(),
-            lasting=tuple(state[x.key] for x in self._lasting(group)),
-            weights=self._weights(p, group), residual=state.get(RESIDUAL_KEY),
-        )  # fmt: skip
 
 
 def require_own(optimizer: Any, function: str) -> None:

@@ -100,7 +100,7 @@ RUNS = {"torch": "TorchRun", "numba": "NumbaRun", "triton": "TritonRun"}
 @pytest.mark.parametrize("method", ["begin", "reduce", "combine"])
 @pytest.mark.parametrize("batch", [0, 1])
 def test_an_interrupt_before_anything_is_written(engine, device, method, batch, monkeypatch):
-    """In the first or the second of two groups."""
+    """In the first or the second of two groups that are not stepped together."""
     if engine == "triton" and (method, batch) != ("combine", 1):
         pytest.skip("one case is enough for the interpreter: dispatch does the work")
 
@@ -108,7 +108,10 @@ def test_an_interrupt_before_anything_is_written(engine, device, method, batch, 
 
     def groups():
         made = [parameters(shapes=shapes), parameters(shapes=shapes, seed=7)]
-        return [{"params": [p.detach().to(device).requires_grad_() for p in one]} for one in made]
+        return [
+            {"params": [p.detach().to(device).requires_grad_() for p in one], "maximize": i == 1}
+            for i, one in enumerate(made)
+        ]
 
     options = {"lr": 0.1, "momentum": 0.9, "percentile_clipping": 5, "min_8bit_size": 1}
     optimizer, twin = (lowbit_optim.LARS8bit(groups(), **options) for _ in range(2))

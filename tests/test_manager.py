@@ -291,21 +291,6 @@ def test_without_overrides_a_groups_settings_are_used_as_they_are(manager):
     assert plan.reused
 
 
-def test_the_parameters_of_one_override_are_stepped_together(manager):
-    """With the others, unless what is overridden decides what is run."""
-    params = parameters(shapes=[(300,)] * 6)
-    manager.override_config(params[:2], "lr", 0.5)
-    manager.override_config(params[2:4], key_value_dict={"lr": 0.5})
-    optimizer = train(lowbit_optim.SGD8bit(params, lr=0.1), 2)
-    (plan,) = optimizer.plans.values()
-    (batch,) = plan.batches
-    assert [slot.part for slot in batch.slots] == [0, 0, 0, 0, 1, 1]
-    assert [hyper["lr"] for hyper in batch.hyper] == [0.5, 0.1]
-    manager.override_config(params[3:5], "maximize", True)
-    plans = train(optimizer, 1).plans.values()
-    assert [len(plan.params) for plan in plans] == [4, 2]
-
-
 # Bad input.
 
 

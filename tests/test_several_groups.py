@@ -8,7 +8,7 @@ import torch
 import cases
 import lowbit_optim
 from lowbit_optim_kernels.engines import registry
-from protocol import all_parameters, build, give_gradients, identical, parameters, snapshot
+from protocol import all_parameters, build, give_gradients, identical, parameters, snapshot, train
 
 SHAPES = ((12, 70), (300,), (3, 257), (64,))
 # Numbers of a second group; those that a class or a case has not, or has as None, stay away.
@@ -155,3 +155,18 @@ def test_hyperparameters_come_in_the_order_of_a_batchs_parts():
     assert (first.parts, second.parts, third.parts) == ((0,), (1, 3), (2,))
     assert [hyper["lr"] for hyper in second.hyper] == [0.2, 0.4]
     assert [slot.part for slot in second.slots] == [0, 1]
+
+
+def test_the_parameters_of_one_override_are_stepped_together(manager):
+    """With the others, unless what is overridden decides what is run."""
+    params = parameters(shapes=[(300,)] * 6)
+    manager.override_config(params[:2], "lr", 0.5)
+    manager.override_config(params[2:4], key_value_dict={"lr": 0.5})
+    optimizer = train(lowbit_optim.SGD8bit(params, lr=0.1), 2)
+    (plan,) = optimizer.plans.values()
+    (batch,) = plan.batches
+    assert [slot.part for slot in batch.slots] == [0, 0, 0, 0, 1, 1]
+    assert [hyper["lr"] for hyper in batch.hyper] == [0.5, 0.1]
+    manager.override_config(params[3:5], "maximize", True)
+    plans = train(optimizer, 1).plans.values()
+    assert [len(plan.params) for plan in plans] == [4, 2]

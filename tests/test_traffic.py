@@ -161,7 +161,7 @@ def touched(rule, name, kind, bits):
     recorder = Recorder(["p", "g", "step", "residual", *keys, *(f"absmax_{key}" for key in keys)])
     columns = len(recorder.operands)
     address = np.arange(columns, dtype=np.int64)[None] * AREA
-    geometry = np.array([[ROWS, ROW, BLOCKS // ROWS, ROWS * ROW]])
+    geometry = np.array([[ROWS, ROW, BLOCKS // ROWS, ROWS * ROW, 0, 0, 0, 0]])
     chunks = np.array([[0, 0, BLOCKS]])
     names = recorder.namespace([0, 0, 1, 1, 1, address, geometry, chunks, 0, None, None])
     code, imported = generated(rule, kind, bits)
