@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from itertools import islice
+from collections.abc import Container, Mapping
+from itertools import chain
 from typing import Any
 
 import torch
@@ -15,7 +15,7 @@ from lowbit_optim_kernels.formats.float32 import FLOAT32
 from lowbit_optim_kernels.formats.layout import Layout
 from lowbit_optim_kernels.plan import Slot, batches_of
 from lowbit_optim_kernels.rules import Rule
-from lowbit_optim_kernels.step_plan import StepPlan
+from lowbit_optim_kernels.step_plan import StepPlan, stand_in
 from lowbit_optim_kernels.weights import RESIDUAL_KEY
 
 from . import _gradients, _sharding
@@ -52,7 +52,8 @@ class PlansSteps(LoadsState):
         for (key, plan), members in zip(plans.items(), alike.values(), strict=True):
             self._set_values(plan, list(members.values()))
             plan.take_tables(last.get(key))
-        batches = [batch for plan in plans.values() for batch in plan.batches]
+        all_batches = chain.from_iterable(plan.batches for plan in plans.values())
+        batches = [batch for batch in all_batches if len(batch.missing) < len(batch.slots)]
 
         def keep_states() -> None:
             for plan in plans.values():
@@ -62,7 +63,7 @@ class PlansSteps(LoadsState):
             sharded = any(batch.shards for batch in batches)
             all_reduce = _sharding.all_reduce if sharded else None
             dispatch.step(batches, all_reduce=all_reduce, ready=keep_states)
-        written = [p for plan in plans.values() for p in plan.held]
+        written = [p for plan in plans.values() for p in plan.written()]
         for plan in plans.values():
             plan.write_back()
         # Compiled engines write through addresses, which autograd's version counters do not see.
@@ -72,11 +73,18 @@ class PlansSteps(LoadsState):
             plan.freeze(self.state)
         return plans
 
-    def _checked_gradients(self, group: Mapping[str, Any]) -> list[tuple[Tensor, Tensor, str]]:
-        """Each parameter that has a gradient, with its gradient and engine; checked."""
+    def _checked_gradients(
+        self, group: Mapping[str, Any], kept: Container[Tensor] = ()
+    ) -> list[tuple[Tensor, Tensor, str]]:
+        """Each parameter that has a gradient, with its gradient and engine; checked.
+
+        And those of `kept`, with a stand-in for the gradient that they have not.
+        """
         found = []
         for p in dict.fromkeys(group["params"]):  # one that is listed twice is stepped once
             if p.grad is None:
+                if p in kept:
+                    found.append((p, stand_in(p), dispatch.engine_for(p).name))
                 continue
             engine = dispatch.engine_for(_sharding.local(p))
             if group["fused"] and engine.name == "torch":
@@ -87,32 +95,39 @@ class PlansSteps(LoadsState):
     def _plan(self, rule: Rule, groups: list[Mapping[str, Any]], last: StepPlan | None) -> StepPlan:
         """The step plan of parts of groups: the last step's if it holds, else a new one."""
         listed = [p for group in groups for p in group["params"]]
-        found = _gradients.of(listed)
-        params = [p for p, g in zip(listed, found, strict=True) if g is not None]
-        gradients = [g for g in found if g is not None]
-        sizes = [len(group["params"]) for group in groups]
-        if len(params) < len(listed):
-            rest = iter(found)
-            sizes = [sum(g is not None for g in islice(rest, size)) for size in sizes]
         form = (
-            rule, dispatch.request(), *map(groups[0].get, FORM), tuple(sizes), self._numbering,
+            rule, dispatch.request(), *map(groups[0].get, FORM), self._numbering,
+            tuple(len(group["params"]) for group in groups),
             self._scaler("grad_scale") is None, self._scaler("found_inf") is None,
         )  # fmt: skip
-        if last is not None and (held := _sharding.locals_of(params, gradients)) is not None:
-            plan = last.with_gradients(form, params, *held, self.state)
-            if plan is not None:
-                return plan
-        return self._new_plan(rule, form, groups)
+        kept: set[Tensor] = set()
+        if last is not None and last.is_for(form, listed):
+            found = _gradients.of(listed)
+            if last.take_gradients(found, _sharding.locals_of, self.state):
+                return last
+            kept = last.kept(self.state)
+        return self._new_plan(rule, form, listed, groups, kept)
 
-    def _new_plan(self, rule: Rule, form: tuple, groups: list[Mapping[str, Any]]) -> StepPlan:
-        """A step plan; states are created that do not exist yet."""
+    def _new_plan(
+        self, rule: Rule, form: tuple, listed: list[Tensor], groups: list[Mapping[str, Any]],
+        kept: set[Tensor],
+    ) -> StepPlan:  # fmt: skip
+        """A step plan; states are created that do not exist yet.
+
+        Args:
+            rule: what is run.
+            form: see `StepPlan`.
+            listed: the parameters of the groups.
+            groups: the parts of groups.
+            kept: parameters to have in it even if they have no gradient.
+        """
         checked = [
             (part, *found)
             for part, group in enumerate(groups)
-            for found in self._checked_gradients(group)
+            for found in self._checked_gradients(group, kept)
         ]
         params = [p for _, p, _, _ in checked]
-        plan = StepPlan(form, params, list(map(_sharding.local, params)), [])
+        plan = StepPlan(form, listed, params, list(map(_sharding.local, params)), [])
         shares = [self._share(p, groups[part]) for part, p, _, _ in checked]
         wholes = [i for i, share in enumerate(shares) if share is not None and share.whole]
         plan.copies = Copies(params, wholes)
@@ -141,7 +156,9 @@ class PlansSteps(LoadsState):
         for p, share in zip(params, shares, strict=True):
             if share is not None and p in plan.new_states:
                 plan.new_states[p] = share.wrapped(plan.new_states[p])
-        plan.gradients = [_sharding.local(p.grad) for p in params]
+        given = (g if p.grad is None else p.grad for _, p, g, _ in checked)
+        plan.gradients = list(map(_sharding.local, given))
+        plan.missing = frozenset(i for i, p in enumerate(params) if p.grad is None)
         plan.batches = batches_of(rule, slots, self._captured)
         return plan
 

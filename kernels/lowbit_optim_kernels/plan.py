@@ -20,6 +20,7 @@ STEP_DTYPE = torch.int64  # fp32 would stop counting at 2**24
 
 P, G, STEP, RESIDUAL, STATE = 0, 1, 2, 3, 4  # columns of a compiled engine's address table
 ALIGNMENT = 16  # bytes of the widest access
+NO_GRADIENT = 1  # in the place of an address, which no tensor of floats has
 WEIGHT_BLOCK = 64  # elements whose weights are rounded by the random bits of one block
 
 ProcessGroups = tuple[tuple[Any, str], ...]  # each with the type of its devices
@@ -125,7 +126,7 @@ class Batch:
 
     Attributes:
         rule: the update rule.
-        slots: parameters that have a gradient in this step.
+        slots: parameters that have, or had, a gradient.
         device: of all slots.
         engine: the name of the engine that steps them.
         parts: the parts of parameter groups that they are from, by their numbers in the step plan.
@@ -133,13 +134,14 @@ class Batch:
             device.
         maximize: True flips the gradient.
         grad_scale, found_inf: 0-d tensors of an AMP scaler, or None.
+        missing: places of slots that have no gradient in this step and stay as they are.
         tables: what the engine has made of the slots; None in a first step. They belong to batches
             of one `key`.
         reused: whether nothing is new since the last step beside values, and the gradients'
             addresses; otherwise every address may be.
         captured: tables that CUDA graphs read for as long as they are replayed.
         addresses: the rows of a compiled engine's address table, when the tables were made.
-        gradient_addresses: the gradients', in a step that reuses the tables.
+        gradient_addresses: the gradients', or NO_GRADIENT, in a step that reuses the tables.
         aligned: whether vectors of a slot's elements can be read and written at once.
         key: all that the engine's tables depend on beside addresses.
         turn: how many batches before it in its step plan have parameters of the same memory.
@@ -156,6 +158,7 @@ class Batch:
     maximize: bool = False
     grad_scale: Tensor | None = None
     found_inf: Tensor | None = None
+    missing: frozenset[int] = frozenset()
     tables: Any = None
     reused: bool = False
     captured: list[Any] = field(default_factory=list)
@@ -166,6 +169,11 @@ class Batch:
     turn: int = 0
     follows: bool = False
     noted: Any = None
+
+    @property
+    def counts(self) -> list[Tensor]:
+        """The numbers of steps of the slots that are stepped."""
+        return [slot.step for i, slot in enumerate(self.slots) if i not in self.missing]
 
     @property
     def place(self) -> tuple[Any, ...]:
@@ -196,6 +204,8 @@ class Batch:
             not any(address % ALIGNMENT for address in (row[P], row[G], *row[RESIDUAL:last]))
             for row in self.addresses
         ]
+        for i in self.missing:
+            self.addresses[i][G] = NO_GRADIENT
         switches = (self.maximize, self.grad_scale is None, self.found_inf is None)
         kinds = [
             (
@@ -206,9 +216,11 @@ class Batch:
         ]  # fmt: skip
         self.key = (self.rule, *switches, kinds)
 
-    def take_gradients(self, gradients: list[Tensor], addresses: list[int]) -> None:
-        """Go on with new gradients of the same kind."""
-        self.reused, self.gradient_addresses = True, addresses
+    def take_gradients(
+        self, gradients: list[Tensor], addresses: list[int], missing: frozenset[int] = frozenset()
+    ) -> None:
+        """Go on with new gradients of the same kind; those of missing ones are not read."""
+        self.reused, self.gradient_addresses, self.missing = True, addresses, missing
         for slot, g in zip(self.slots, gradients, strict=True):
             slot.g = g
 
@@ -223,7 +235,7 @@ def batches_of(rule: Rule, slots: Iterable[tuple[Slot, str]], captured: list[Any
     turns: Counter[int] = Counter()  # by address
     for slot, engine in slots:
         address = slot.p.data_ptr()
-        part = None if ENGINES[engine].takes_parts else slot.part
+        part = None if ENGINES[engine].by_tables else slot.part
         found.setdefault((slot.p.device, engine, turns[address], part), []).append(slot)
         turns[address] += address != 0  # which is that of all empty tensors
     batches = []

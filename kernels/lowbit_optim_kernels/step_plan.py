@@ -9,14 +9,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import chain
+from itertools import chain, compress
 from operator import attrgetter, eq, is_
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
-from .plan import ALIGNMENT, Batch
+from .engines.registry import ENGINES
+from .plan import ALIGNMENT, NO_GRADIENT, Batch
 
 
 def _guards(tensors: Sequence[Tensor]) -> Callable[..., bool]:
@@ -81,6 +82,15 @@ def _alignments(addresses: Iterable[int]) -> list[int]:
     return [address % ALIGNMENT for address in addresses]
 
 
+def stand_in(p: Tensor) -> Tensor:
+    """What a plan has in place of a gradient that is missing; it is never read."""
+    return p.detach()
+
+
+# What this rank holds of parameters and of their gradients, or None.
+Locals = Callable[[list[Any], list[Any]], tuple[list[Any], list[Any]] | None]
+
+
 class Copies(Protocol):
     """Copies of parameters that are stepped in place of what this rank holds of them."""
 
@@ -131,11 +141,15 @@ class _Snapshot:
 class StepPlan:
     """The step of some parameters whose settings differ in hyperparameters at most.
 
+    Parameters that have no gradient later are left out of a step, where engines can do that.
+
     Attributes:
         form: the settings that decide how state is stored, what is run and by which engine, and how
-            many of the parameters are of each part of a group.
-        params: the parameters that have a gradient, each once.
+            many parameters each part of a group lists.
+        listed: the parameters that those list.
+        params: those of them that have or had a gradient, each once.
         held, gradients: of each the plain tensor that this rank holds, and that of its gradient.
+        missing: the places of those that have no gradient; a `stand_in` is in its place.
         batches: the parameters by device and engine, as the engines are given them. Each keeps the
             engine's tables, which the plan after this one takes over if they fit.
         work: of each parameter the tensor that is stepped.
@@ -146,9 +160,11 @@ class StepPlan:
     """
 
     form: tuple
+    listed: list[Tensor]
     params: list[Tensor]
     held: list[Tensor]
     gradients: list[Tensor]
+    missing: frozenset[int] = frozenset()
     batches: list[Batch] = field(default_factory=list)
     work: list[Tensor] = field(default_factory=list)
     copies: Copies | None = None
@@ -157,16 +173,30 @@ class StepPlan:
     reused: bool = False
     _snapshot: _Snapshot | None = None  # None where this plan cannot be used again
 
+    def __post_init__(self) -> None:
+        known = set(self.params)
+        self._known = [p in known for p in self.listed]
+
     def take_tables(self, last: StepPlan | None) -> None:
         """Take over the tables of the last step's plan that fit, once the values are set."""
         if self is last:
             return
         before = {} if last is None else {batch.place: batch for batch in last.batches}
+        missing = {id(self.params[i]) for i in self.missing}
         for batch in self.batches:
+            if missing:
+                places = (i for i, slot in enumerate(batch.slots) if id(slot.p) in missing)
+                batch.missing = frozenset(places)
             batch.look()
             old = before.get(batch.place)
             if old is not None and old.key == batch.key:
                 batch.tables = old.tables
+
+    def written(self) -> list[Tensor]:
+        """What is held of the parameters that are stepped."""
+        if not self.missing:
+            return self.held
+        return [p for i, p in enumerate(self.held) if i not in self.missing]
 
     def write_back(self) -> None:
         """Copy what was stepped in copies to where it is held."""
@@ -186,7 +216,12 @@ class StepPlan:
             self._snapshot = self._take_snapshot(state, gradients)
 
     def _is_usable_again(self) -> bool:
-        """Not where a parameter or a gradient is copied to be stepped, but for whole copies."""
+        """Not where a parameter or a gradient is copied to be stepped, but for whole copies.
+
+        Nor where a parameter is listed twice.
+        """
+        if sum(self._known) > len(self.params):
+            return False
         copies = [] if self.copies is None else self.copies.tensors
         renewed = [] if self.copies is None else self.copies.gradients
         own = set(map(id, [*self.gradients, *renewed]))
@@ -226,28 +261,78 @@ class StepPlan:
             order=[[at[id(slot.p)] for slot in batch.slots] for batch in self.batches],
         )
 
-    def with_gradients(
-        self, form: tuple, params: list[Tensor], held: list[Tensor], gradients: list[Tensor],
-        state: Mapping[Tensor, dict[str, Any]],
-    ) -> StepPlan | None:  # fmt: skip
-        """This plan with new gradients, if nothing else is new; else None."""
+    def is_for(self, form: tuple, listed: list[Tensor]) -> bool:
+        """Whether it may be the plan of these parameters, too."""
+        usable = self._snapshot is not None
+        return usable and form == self.form and same_objects(listed, self.listed)
+
+    def can_leave_out(self) -> bool:
+        """Whether some of its parameters can be left out of a step."""
+        return (
+            not self.staged
+            and same_objects(self.held, self.params)
+            and all(ENGINES[batch.engine].by_tables for batch in self.batches)
+        )
+
+    def kept(self, state: Mapping[Tensor, dict[str, Any]]) -> set[Tensor]:
+        """The parameters that the next plan is to have even if they have no gradient then."""
         before = self._snapshot
-        if before is None or form != self.form or not same_objects(params, self.params):
+        if before is None or not self.can_leave_out():
+            return set()
+        return set(self.params) if before.is_of(self.params, state, self.params) else set()
+
+    def _own(self, found: list[Tensor | None]) -> tuple[list[Tensor], list[int]] | None:
+        """The gradients of its parameters, and the places of those that have none.
+
+        None if others have gradients, or some have none that cannot be left out.
+        """
+        gradients = [g for g in found if g is not None]
+        if [g is not None for g in found] == self._known:
+            return gradients, []
+        own = list(compress(found, self._known))
+        missing = [i for i, g in enumerate(own) if g is None]
+        if len(gradients) + len(missing) > len(own) or not self.can_leave_out():
             return None
+        pairs = zip(self.params, own, strict=True)
+        return [stand_in(p) if g is None else g for p, g in pairs], missing
+
+    def take_gradients(
+        self, found: list[Tensor | None], locals_of: Locals, state: Mapping[Tensor, dict[str, Any]]
+    ) -> bool:
+        """Go on with new gradients, if nothing else is new.
+
+        Args:
+            found: of the listed parameters.
+            locals_of: gives what this rank holds of parameters and their gradients; None if that
+                takes a closer look.
+            state: of all parameters.
+        """
+        before, own = self._snapshot, self._own(found)
+        local = None if own is None else locals_of(self.params, own[0])
+        if before is None or own is None or local is None:
+            return False
+        (held, gradients), missing = local, own[1]
         if not (
             before.gradients.is_of(gradients)
-            and (held is params or same_objects(held, self.held))
-            and before.is_of(held, state, params)
+            and (held is self.params or same_objects(held, self.held))
+            and before.is_of(held, state, self.params)
         ):
-            return None
+            return False
         addresses = _addresses(gradients)
         if _alignments(addresses) != before.alignments or addresses.count(0) != before.empty:
-            return None
+            return False
         stepped = gradients
         if self.copies is not None and self.copies.tensors:
             _, stepped = self.copies.renew(held, gradients)
             addresses = _addresses(stepped)
+        for i in missing:
+            addresses[i] = NO_GRADIENT
+        self.missing = frozenset(missing)
         for batch, order in zip(self.batches, before.order, strict=True):
-            batch.take_gradients([stepped[i] for i in order], [addresses[i] for i in order])
+            batch.take_gradients(
+                [stepped[i] for i in order], [addresses[i] for i in order],
+                frozenset(k for k, i in enumerate(order) if i in self.missing)
+                if missing else frozenset(),
+            )  # fmt: skip
         self.gradients, self.reused = gradients, True
-        return self
+        return True

@@ -244,6 +244,30 @@ def test_groups_are_stepped_together_to_the_same_bits(name):
         assert torch.equal(got, want)
 
 
+@pytest.mark.parametrize("name", ["AdamW", "LANS"])
+def test_tensors_without_a_gradient_are_left_out(name):
+    """As compiled: neither read nor written, and their sums are zeros."""
+    generator, results = torch.Generator().manual_seed(0), []
+    starts = [torch.randn(shape, generator=generator) for shape in ((5000,), (2, 300), (65,))]
+    gradients = [[torch.randn(x.shape, generator=generator) for x in starts] for _ in range(3)]
+    for thorough in (False, True):
+        params = [torch.nn.Parameter(x.clone()) for x in starts]
+        optimizer = getattr(lowbit_optim, f"{name}8bit")(params, min_8bit_size=65)
+        for t in range(3):
+            for i, p in enumerate(params):
+                p.grad = None if t > 0 and i == t - 1 else gradients[t][i]
+            if thorough:
+                optimizer.plans.clear()
+            with emulated(90) as emulation, lowbit_optim.use_engine("triton"):
+                optimizer.step()
+            assert_clean(emulation)
+        (plan,) = optimizer.plans.values()
+        assert (plan.reused, plan.missing) == ((False, frozenset()) if thorough else (True, {1}))
+        results.append([x for p in params for x in (p.detach(), *optimizer.state[p].values())])
+    for got, want in zip(*results, strict=True):
+        assert torch.equal(got, want)
+
+
 @pytest.mark.parametrize(
     ("origin", "bits"), [*zip(test_cut_vectors.ORIGINS, (16, 24), strict=True)]
 )

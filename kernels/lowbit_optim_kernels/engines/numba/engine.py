@@ -63,7 +63,7 @@ class NumbaRun:
 
     def cancel(self) -> None:
         if self.live:
-            torch._foreach_sub_([slot.step for slot in self.batch.slots], 1)
+            torch._foreach_sub_(self.batch.counts, 1)
 
     def _per_tensor(self, name: str, sums: np.ndarray | None = None) -> None:
         at = 0 if sums is None else sums.ctypes.data

@@ -5,7 +5,8 @@ rule run on fp64, one call per tensor; element functions on vectors of 16 fp32 l
 Everything is addressed by int64 addresses from a table, so that one call steps any number of
 tensors:
 
-    address   int64   (tensors, ...)  p, g, step, the state's tensors, what lasts
+    address   int64   (tensors, ...)  p, g, step, the state's tensors, what lasts; NO_GRADIENT in
+                                      place of g for tensors that stay as they are
     geometry  int64   (tensors, 8)    rows, row, blocks per row, global numel, `Slot.tensor_key`,
                                       `blocks_before`, `weights_before`, `part`
     hyper     float64 (parts, ...)    hyperparameters
@@ -220,6 +221,10 @@ def run_chunks():
     """The blocks of chunks lo..hi."""
     for c in range(lo, hi):
         t = cell_i64(chunks, c, 3, 0)
+        if cell_i64(address, t, ADDRESS_COLUMNS, G_COLUMN) == NO_GRADIENT:
+            for x in TERMS:
+                set_cell_f64(partial, c, len(TERMS), x.row, 0.0)
+            continue
         gscale = f32(cell_f64(scalars, t, SCALAR_COLUMNS, GSCALE))
         part = cell_i64(geometry, t, GEOMETRY, 7)
         for s in SCALARS:
@@ -339,7 +344,11 @@ def read_tensors_job():
     hyper = read_i64(job + JOB.T_HYPER)
     scalars = read_i64(job + JOB.T_SCALARS)
     sums = read_i64(job + JOB.T_SUMS)
-    live = read_i64(job + JOB.LIVE) != 0
+    taken = read_i64(job + JOB.LIVE) != 0
+
+
+def see_whether_it_is_stepped():
+    live = taken and cell_i64(address, t, ADDRESS_COLUMNS, G_COLUMN) != NO_GRADIENT
 
 
 def compute_scalars():
@@ -369,6 +378,7 @@ def compute_scalars():
 def begin(job):
     read_tensors_job()
     for t in range(first, last):
+        see_whether_it_is_stepped()
         count_step(cell_i64(address, t, ADDRESS_COLUMNS, STEP), live)
         compute_scalars()
 
@@ -376,6 +386,7 @@ def begin(job):
 def combine(job):
     read_tensors_job()
     for t in range(first, last):
+        see_whether_it_is_stepped()
         compute_scalars()
 
 
@@ -383,6 +394,8 @@ def keep(job):
     """What lasts of what the scalar functions gave."""
     read_tensors_job()
     for t in range(first, last):
-        for x in KEPT:
-            to = cell_i64(address, t, ADDRESS_COLUMNS, x.column)
-            write_f64(to, cell_f64(scalars, t, SCALAR_COLUMNS, x.of))
+        see_whether_it_is_stepped()
+        if live:
+            for x in KEPT:
+                to = cell_i64(address, t, ADDRESS_COLUMNS, x.column)
+                write_f64(to, cell_f64(scalars, t, SCALAR_COLUMNS, x.of))

@@ -40,6 +40,7 @@ from ...codegen.specialize import Item, Variable, Writer, variables
 from ...dither import WEIGHT
 from ...formats import Format, Unit, constant, units
 from ...plan import (
+    NO_GRADIENT,
     RESIDUAL,
     STEP,
     WEIGHT_BLOCK,
@@ -93,7 +94,8 @@ def _tables(rule: Rule) -> dict[str, Any]:
     return {
         "ADDRESS_COLUMNS": address_columns(rule), "GEOMETRY": GEOMETRY,
         "SCALAR_COLUMNS": SCALARS + len(rule.scalars()), "GSCALE": GSCALE, "STEP": STEP,
-        "HYPER_COLUMNS": len(hyper_names(rule)), "JOB": job,
+        "HYPER_COLUMNS": len(hyper_names(rule)), "G_COLUMN": G, "NO_GRADIENT": NO_GRADIENT,
+        "JOB": job,
     }  # fmt: skip
 
 

@@ -83,10 +83,14 @@ REDUCE = """\
 @triton.jit
 def {name}(
     address, geometry, work, floats, tables, partial,
-    KINDS: tl.constexpr, SCALED: tl.constexpr,
+    GUARDED: tl.constexpr, KINDS: tl.constexpr, SCALED: tl.constexpr,
 ):
+    t, kind = passes.tensor_and_kind(work, KINDS, {ptx})
+    if GUARDED:
+        if passes.skipped(t, floats, {width}):
+            return
     passes.reduce(
-        address, geometry, work, floats, tables, partial,
+        t, kind, address, geometry, work, floats, tables, partial,
         {rule},
         {terms},
         {formats},
@@ -355,7 +359,10 @@ class _Writer:
         *before, terms = phase.terms
         rule, names = self._rule(tuple(before), inputs(phase.terms), False)
         call = self._call(terms, names, phase.finite)
-        return REDUCE.format(name=name, rule=rule, terms=call, formats=self._formats())
+        return REDUCE.format(
+            name=name, width=self.widths[1], rule=rule, terms=call, formats=self._formats(),
+            ptx=self.ptx,
+        )  # fmt: skip
 
     def _update(self) -> str:
         """The kernel that writes parameters and moments."""

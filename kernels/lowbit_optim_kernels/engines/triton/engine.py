@@ -160,8 +160,10 @@ class TritonRun:
 
     def reduce(self, phase: int) -> Tensor:
         plan, terms = self.plan, len(self.rule.phases[phase].sums)
-        partial = torch.empty((plan.tiles, terms), dtype=torch.float32, device=self.device)
-        self._pass(f"reduce_{phase}", partial)
+        some = bool(self.batch.missing)  # whose sums nobody writes
+        new = torch.zeros if some else torch.empty
+        partial = new((plan.tiles, terms), dtype=torch.float32, device=self.device)
+        self._pass(f"reduce_{phase}", partial, GUARDED=some)
         chunks = max(1, -(-plan.most_tiles // CHUNK))
         shape = (len(self.batch.slots), terms, chunks)
         sums = torch.empty(shape, dtype=torch.float64, device=self.device)
@@ -182,7 +184,8 @@ class TritonRun:
 
     def finish(self) -> None:
         try:
-            self._pass("update", GUARDED=self.batch.found_inf is not None)
+            guarded = self.batch.found_inf is not None or bool(self.batch.missing)
+            self._pass("update", GUARDED=guarded)
             self._keep()
         except BaseException:  # while it was compiled: nothing has been launched
             self.cancel()
@@ -199,7 +202,7 @@ class TritonRun:
             )
 
     def cancel(self) -> None:
-        counts = [slot.step for slot in self.batch.slots]
+        counts = self.batch.counts
         if self.batch.found_inf is None:
             torch._foreach_sub_(counts, 1)
             return

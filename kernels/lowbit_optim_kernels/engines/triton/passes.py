@@ -128,7 +128,7 @@ def tensor_and_kind(work, KINDS: tl.constexpr, PTX: tl.constexpr):
 
 @triton.jit
 def skipped(t, floats, WIDTH: tl.constexpr):
-    """Whether a gradient scaler found this step to overflow."""
+    """Whether a tensor has no gradient, or a gradient scaler found this step to overflow."""
     return tl.load(floats + t * WIDTH + LIVE) == 0.0
 
 
@@ -363,11 +363,10 @@ called_sum_tile = triton.jit(sum_tile.fn, noinline=True)
 
 @triton.jit
 def reduce(
-    address, geometry, work, floats, tables, partial, RULE: tl.constexpr,
+    t, kind, address, geometry, work, floats, tables, partial, RULE: tl.constexpr,
     TERMS: tl.constexpr, FORMATS: tl.constexpr, KINDS: tl.constexpr, SCALED: tl.constexpr,
 ):  # fmt: skip
     """Sum the terms of a phase over a program's tile."""
-    t, kind = tensor_and_kind(work, KINDS, RULE[PTX])
     if len(KINDS) == 1:
         sum_tile(
             t, address, geometry, work, floats, tables, partial, RULE, TERMS,

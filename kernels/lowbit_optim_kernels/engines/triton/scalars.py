@@ -9,10 +9,10 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from ...plan import STEP
+from ...plan import NO_GRADIENT, STEP, G
 from . import plan, random
 
-STEP = tl.constexpr(STEP)
+G, STEP, NO_GRADIENT = (tl.constexpr(i) for i in (G, STEP, NO_GRADIENT))
 ROW, ROWS, FIRST_TILE, NUMEL = (tl.constexpr(i) for i in range(4))  # of `geometry`
 KEY, BEFORE, WEIGHTS_BEFORE, PART, GEOMETRY = (tl.constexpr(i) for i in range(4, 9))
 GSCALE, LIVE = tl.constexpr(plan.GSCALE), tl.constexpr(plan.LIVE)
@@ -92,9 +92,11 @@ def begin(
     step_at = tl.load(address + t * STRIDE + STEP, mask=mask, other=0)
     step_at = step_at.to(tl.pointer_type(tl.int64))
     step = tl.load(step_at, mask=mask, other=1).to(tl.float64)
-    live = tl.full((), 1.0, tl.float64)
+    taken = tl.full((), 1.0, tl.float64)
     if GUARDED:
-        live = tl.where(tl.load(found_inf).to(tl.float64) == 0.0, 1.0, 0.0)
+        taken = tl.where(tl.load(found_inf).to(tl.float64) == 0.0, 1.0, 0.0)
+    gradient = tl.load(address + t * STRIDE + G, mask=mask, other=NO_GRADIENT)
+    live = tl.where(gradient != NO_GRADIENT, taken, 0.0)
     gscale = tl.full((), -1.0 if MAXIMIZE else 1.0, tl.float64)
     if UNSCALE:
         gscale = gscale / tl.load(grad_scale).to(tl.float64)

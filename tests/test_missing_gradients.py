@@ -1,0 +1,142 @@
+"""Parameters that have no gradient in a step: they stay as they are, and the step plan is kept."""
+
+import copy
+
+import pytest
+import torch
+
+import cases
+import lowbit_optim
+from lowbit_optim_kernels import dispatch
+from lowbit_optim_kernels.engines import registry
+from protocol import all_parameters, build, give_gradients, identical, parameters, snapshot, train
+
+SHAPES = ((12, 70), (300,), (3, 257), (64,), (0, 4))
+# Of five parameters, those that have no gradient in each step. The third one comes late.
+MISSING = ((2,), (2,), (0, 2), (), (1, 3, 4), (0, 1, 2, 3, 4), (), (3,), (2,))
+
+
+def made(case, bits, device):
+    params = [torch.nn.Parameter(p.detach().to(device)) for p in parameters(shapes=SHAPES)]
+    groups = [{"params": params[:2]}, {"params": params[2:], "lr": 0.5 * case.lr}]
+    return build(case, bits, groups)
+
+
+def steps_of(optimizer, thorough=False):
+    """The numbers after each step; `thorough` makes every plan anew."""
+    found = []
+    for t, missing in enumerate(MISSING):
+        params = all_parameters(optimizer)
+        give_gradients(params, t)
+        for i in missing:
+            params[i].grad = None
+        if thorough:
+            optimizer.plans.clear()
+        optimizer.step()
+        found.append(snapshot(optimizer))
+        for plan in optimizer.plans.values():
+            found[-1]["reused"] = plan.reused
+    return found
+
+
+@pytest.mark.few_if_interpreted("case", "bits")
+@pytest.mark.parametrize("bits", [8, 32])
+@pytest.mark.parametrize("case", cases.one_per_class(cases.FUSED_CASES), ids=lambda c: c.id)
+def test_they_are_left_out_to_the_same_bits(case, bits, engine, device):
+    kept, anew = (steps_of(made(case, bits, device), thorough) for thorough in (False, True))
+    reused = [step.pop("reused") for step in kept]
+    assert not any(step.pop("reused", False) for step in anew)
+    assert identical(kept, anew)
+    if registry.ENGINES[engine].by_tables:  # the fourth step has the third parameter in it
+        assert reused == [False, True, True, False, *[True] * 5]
+
+
+@pytest.mark.parametrize("name", ["LARS", "AdamW"])
+def test_norms_in_the_history_are_of_steps_with_a_gradient(name, engine, device):
+    """Nor does an overflow that a scaler finds count, for any of them."""
+    case = next(c for c in cases.CASES if c.name == name and "percentile_clipping" in c.options)
+    results = []
+    for thorough in (False, True):
+        optimizer = made(case, 8, device)
+        train(optimizer, 2)
+        for t in range(2, 6):
+            give_gradients(all_parameters(optimizer), t)
+            all_parameters(optimizer)[t % 3].grad = None
+            optimizer.grad_scale = torch.tensor(4.0, device=device)
+            optimizer.found_inf = torch.tensor(float(t == 3), device=device)
+            if thorough:
+                optimizer.plans.clear()
+            optimizer.step()
+        results.append(snapshot(optimizer))
+    assert identical(*results)
+
+
+def test_only_what_is_stepped_counts_as_changed(engine, device):
+    """For autograd, which refuses a backward pass through what has been changed since."""
+    optimizer = made(cases.CASES_FAMILY[0], 8, device)
+    train(optimizer, 2)
+    params = all_parameters(optimizer)
+    give_gradients(params, 2)
+    params[1].grad = None
+    before = [p._version for p in params]
+    optimizer.step()
+    assert [p._version > v for p, v in zip(params, before, strict=True)] == [
+        True, False, True, True, True,
+    ]  # fmt: skip
+
+
+def test_a_state_that_is_dropped_meanwhile_is_not_made_again(engine, device):
+    optimizer = made(cases.CASES_FAMILY[0], 8, device)
+    train(optimizer, 2)
+    params = all_parameters(optimizer)
+    for t in range(2):
+        give_gradients(params, t)
+        params[1].grad = None
+        if t == 1:
+            del optimizer.state[params[1]]
+        optimizer.step()
+    assert params[1] not in optimizer.state
+    give_gradients(params, 3)
+    optimizer.step()
+    assert int(optimizer.state[params[1]]["step"]) == 1
+
+
+def test_a_parameter_without_a_gradient_is_moved_meanwhile(engine, device):
+    optimizer = made(cases.CASES_FAMILY[0], 8, device)
+    train(optimizer, 2)
+    params = all_parameters(optimizer)
+    twin = copy.deepcopy(optimizer)
+    for one in (optimizer, twin):
+        mine = all_parameters(one)
+        give_gradients(mine, 2)
+        mine[1].grad = None
+        one.step()
+        if one is twin:
+            mine[1].data = mine[1].data.clone()
+        give_gradients(mine, 3)
+        mine[0].grad = None
+        one.step()
+    assert identical(snapshot(optimizer), snapshot(twin))
+    assert params[0]._version < params[2]._version
+
+
+def test_an_interrupt_takes_back_the_counts_of_what_it_counted(engine, device, monkeypatch):
+    params = [torch.nn.Parameter(p.detach().to(device)) for p in parameters(shapes=SHAPES)]
+    groups = [{"params": params[:2]}, {"params": params[2:], "maximize": True}]
+    optimizer = train(lowbit_optim.AdamW8bit(groups, min_8bit_size=1), 2)
+    before, calls = snapshot(optimizer), []
+    run = type(dispatch.load_engine(engine).start(next(iter(optimizer.plans.values())).batches[0]))
+    begin = run.begin
+
+    def interrupted(self):
+        calls.append(self)
+        if len(calls) == 2:
+            raise KeyboardInterrupt
+        begin(self)
+
+    give_gradients(params, 2)
+    params[1].grad = None
+    monkeypatch.setattr(run, "begin", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        optimizer.step()
+    assert identical(snapshot(optimizer), before)
