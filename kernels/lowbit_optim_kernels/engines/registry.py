@@ -13,7 +13,7 @@ import os
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, cached_property
 from typing import Any
 
 import torch
@@ -85,6 +85,10 @@ class Engine:
 
     def load(self) -> Any:
         """Its module."""
+        return self._module
+
+    @cached_property
+    def _module(self) -> Any:
         return importlib.import_module(self.module, __package__)
 
 
