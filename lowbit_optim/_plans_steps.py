@@ -141,7 +141,7 @@ class PlansSteps(LoadsState):
             plan.work.append(work)
             own_part = work if share is None else share.written(work)
             if own_part is not held:
-                plan.staged.append((held, own_part))
+                plan.staged[len(plan.work) - 1] = own_part
             state, new = self._plain_state(p, stepped, group, share)
             if new:
                 plan.new_states[p] = state

@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache, cached_property
+from types import MappingProxyType
 from typing import Any, Protocol
 
 import torch
@@ -142,6 +143,7 @@ class Batch:
         captured: tables that CUDA graphs read for as long as they are replayed.
         addresses: the rows of a compiled engine's address table, when the tables were made.
         gradient_addresses: the gradients', or NO_GRADIENT, in a step that reuses the tables.
+        copy_addresses: then those of parameters that are stepped in a new copy, by their places.
         aligned: whether vectors of a slot's elements can be read and written at once.
         key: all that the engine's tables depend on beside addresses.
         turn: how many batches before it in its step plan have parameters of the same memory.
@@ -164,6 +166,7 @@ class Batch:
     captured: list[Any] = field(default_factory=list)
     addresses: list[list[int]] = field(default_factory=list)
     gradient_addresses: list[int] = field(default_factory=list)
+    copy_addresses: dict[int, int] = field(default_factory=dict)
     aligned: list[bool] = field(default_factory=list)
     key: tuple = ()
     turn: int = 0
@@ -217,12 +220,19 @@ class Batch:
         self.key = (self.rule, *switches, kinds)
 
     def take_gradients(
-        self, gradients: list[Tensor], addresses: list[int], missing: frozenset[int] = frozenset()
-    ) -> None:
-        """Go on with new gradients of the same kind; those of missing ones are not read."""
+        self, gradients: list[Tensor], addresses: list[int], missing: frozenset[int] = frozenset(),
+        copies: Mapping[int, Tensor] = MappingProxyType({}),
+    ) -> None:  # fmt: skip
+        """Go on with new gradients of the same kind; those of missing ones are not read.
+
+        And with new copies of parameters, by their places.
+        """
         self.reused, self.gradient_addresses, self.missing = True, addresses, missing
+        self.copy_addresses = {place: p.data_ptr() for place, p in copies.items()}
         for slot, g in zip(self.slots, gradients, strict=True):
             slot.g = g
+        for place, p in copies.items():
+            self.slots[place].p = p
 
 
 def batches_of(rule: Rule, slots: Iterable[tuple[Slot, str]], captured: list[Any]) -> list[Batch]:

@@ -91,9 +91,22 @@ def stand_in(p: Tensor) -> Tensor:
 Locals = Callable[[list[Any], list[Any]], tuple[list[Any], list[Any]] | None]
 
 
-class Copies(Protocol):
-    """Copies of parameters that are stepped in place of what this rank holds of them."""
+def _is_its_copy(x: Tensor, work: Tensor) -> bool:
+    """Whether `x.contiguous()` gives a tensor like `work`, at an address for wide accesses."""
+    makes_one = not x.is_contiguous() and not x.is_neg()
+    alike = work.dtype == x.dtype and work.shape == x.shape
+    return makes_one and alike and work.data_ptr() % ALIGNMENT == 0
 
+
+class Copies(Protocol):
+    """Copies of parameters that are stepped in place of what this rank holds of them.
+
+    Attributes:
+        index: the places of the parameters.
+        tensors, gradients: the copies, and those of the gradients in this step.
+    """
+
+    index: list[int]
     tensors: list[Tensor]
     gradients: list[Tensor]
 
@@ -115,6 +128,8 @@ class _Snapshot:
         alignments: of the gradients' addresses, which may be others in each step.
         empty: how many gradients have no address, for want of elements.
         order: of each batch the places of its slots' parameters among all.
+        strides: of parameters that are stepped in a new copy each time, by their places.
+        copied: the places of gradients that are.
     """
 
     states: list[dict[str, Any]]
@@ -126,6 +141,8 @@ class _Snapshot:
     alignments: list[int]
     empty: int
     order: list[list[int]]
+    strides: dict[int, tuple[int, ...]]
+    copied: list[int]
 
     def is_of(self, held: list[Tensor], state: Mapping[Tensor, dict], params: list[Tensor]) -> bool:
         """Whether parameters and their states are where and as they were."""
@@ -154,7 +171,8 @@ class StepPlan:
             engine's tables, which the plan after this one takes over if they fit.
         work: of each parameter the tensor that is stepped.
         copies: those of them that are whole copies of shards, to be renewed in every step.
-        staged: what is held of parameters that are stepped in a copy, with its part of the copy.
+        staged: of parameters that are stepped in a copy, by their places, the part of the copy that
+            is held.
         new_states: states that are to be kept once the step can no longer fail.
         reused: whether this is the last step's plan, with new gradients.
     """
@@ -168,7 +186,7 @@ class StepPlan:
     batches: list[Batch] = field(default_factory=list)
     work: list[Tensor] = field(default_factory=list)
     copies: Copies | None = None
-    staged: list[tuple[Tensor, Tensor]] = field(default_factory=list)
+    staged: dict[int, Tensor] = field(default_factory=dict)
     new_states: dict[Tensor, dict[str, Any]] = field(default_factory=dict)
     reused: bool = False
     _snapshot: _Snapshot | None = None  # None where this plan cannot be used again
@@ -182,7 +200,7 @@ class StepPlan:
         if self is last:
             return
         before = {} if last is None else {batch.place: batch for batch in last.batches}
-        missing = {id(self.params[i]) for i in self.missing}
+        missing = {id(self.work[i]) for i in self.missing}
         for batch in self.batches:
             if missing:
                 places = (i for i, slot in enumerate(batch.slots) if id(slot.p) in missing)
@@ -200,65 +218,77 @@ class StepPlan:
 
     def write_back(self) -> None:
         """Copy what was stepped in copies to where it is held."""
-        held, work = [held for held, _ in self.staged], [work for _, work in self.staged]
+        written = [i for i in self.staged if i not in self.missing]
+        held, work = [self.held[i] for i in written], [self.staged[i] for i in written]
         if any(map(Tensor.is_neg, held)):  # which foreach operators refuse
-            for to, source in self.staged:
+            for to, source in zip(held, work, strict=True):
                 to.copy_(source)
         elif held:
             torch._foreach_copy_(held, work)
 
     def freeze(self, state: Mapping[Tensor, dict[str, Any]]) -> None:
         """Note after a step what a later one has to compare, and keep no more than that."""
-        usable = self.reused or self._is_usable_again()
-        gradients, self.gradients, self.new_states = self.gradients, [], {}
-        self._release(usable)
-        if usable and not self.reused:
-            self._snapshot = self._take_snapshot(state, gradients)
+        if not self.reused:
+            self._snapshot = self._take_snapshot(state)
+        self._release()
 
-    def _is_usable_again(self) -> bool:
-        """Not where a parameter or a gradient is copied to be stepped, but for whole copies.
-
-        Nor where a parameter is listed twice.
-        """
-        if sum(self._known) > len(self.params):
-            return False
-        copies = [] if self.copies is None else self.copies.tensors
-        renewed = [] if self.copies is None else self.copies.gradients
-        own = set(map(id, [*self.gradients, *renewed]))
-        slots = (slot for batch in self.batches for slot in batch.slots)
-        return len(self.staged) == len(copies) and all(id(slot.g) in own for slot in slots)
-
-    def _release(self, usable: bool) -> None:
+    def _release(self) -> None:
         """Let go of gradients and copies: the next backward pass needs their memory."""
+        self.gradients, self.work, self.new_states = [], [], {}
+        wholes: dict[int, Tensor] = {}
         if self.copies is not None:
             self.copies.gradients = []
-        if not usable:
-            self.staged, self.work = [], []
-            held = set(map(id, self.held))
-            for slot in chain.from_iterable(batch.slots for batch in self.batches):
-                slot.p = slot.p if id(slot.p) in held else slot.p.new_empty(0)
-        for batch in self.batches:
-            for slot in batch.slots:
-                slot.g = slot.p
+            if self._snapshot is not None:
+                wholes = dict(zip(self.copies.index, self.copies.tensors, strict=True))
+        slots = [slot for batch in self.batches for slot in batch.slots]
+        if len(self.staged) > len(wholes):
+            stay = {id(p) for i, p in enumerate(self.held) if i not in self.staged}
+            stay.update(map(id, wholes.values()))
+            self.staged = {i: self.staged[i] for i in wholes}
+            for slot in slots:
+                slot.p = slot.p if id(slot.p) in stay else slot.p.new_empty(0)
+        for slot in slots:
+            slot.g = slot.p
 
-    def _take_snapshot(
-        self, state: Mapping[Tensor, dict[str, Any]], gradients: list[Tensor]
-    ) -> _Snapshot:
+    def _copied(self, order: list[list[int]]) -> tuple[list[int], list[int]] | None:
+        """Parameters and gradients that are copied in every step, as they are not contiguous.
+
+        None if any are for another reason, but for whole copies.
+        """
+        wholes = [] if self.copies is None else self.copies.index
+        params = [i for i in self.staged if i not in wholes]
+        slots = (slot for batch in self.batches for slot in batch.slots)
+        read = dict(zip(chain.from_iterable(order), (slot.g for slot in slots), strict=True))
+        own = self.gradients
+        gradients = [i for i, g in read.items() if g is not own[i] and i not in wholes]
+        copied = [(self.held[i], self.work[i]) for i in params]
+        copied += [(own[i], read[i]) for i in gradients]
+        only_these = all(_is_its_copy(x, work) for x, work in copied)
+        return (params, gradients) if only_these else None
+
+    def _take_snapshot(self, state: Mapping[Tensor, dict[str, Any]]) -> _Snapshot | None:
+        """None where a parameter is listed twice, or one or a gradient changed for a step."""
+        at = {id(x): i for i, x in enumerate(self.work)}
+        order = [[at[id(slot.p)] for slot in batch.slots] for batch in self.batches]
+        copied = self._copied(order)
+        if copied is None or sum(self._known) > len(self.params):
+            return None
         slots = [slot for batch in self.batches for slot in batch.slots]
         states = [state[p] for p in self.params]
         tensors = [*self.held, *chain.from_iterable(slot.owned() for slot in slots)]
-        at = {id(x): i for i, x in enumerate(self.work)}
-        addresses = _addresses(gradients)
+        addresses = _addresses(self.gradients)
         return _Snapshot(
             states=states,
             values=[value for one in states for value in one.values()],
             tensors=tensors,
             addresses=_addresses(tensors),
             held=_Look(self.held),
-            gradients=_Look(gradients),
+            gradients=_Look(self.gradients),
             alignments=_alignments(addresses),
             empty=addresses.count(0),
-            order=[[at[id(slot.p)] for slot in batch.slots] for batch in self.batches],
+            order=order,
+            strides={i: self.held[i].stride() for i in copied[0]},
+            copied=copied[1],
         )
 
     def is_for(self, form: tuple, listed: list[Tensor]) -> bool:
@@ -275,11 +305,16 @@ class StepPlan:
         )
 
     def kept(self, state: Mapping[Tensor, dict[str, Any]]) -> set[Tensor]:
-        """The parameters that the next plan is to have even if they have no gradient then."""
+        """The parameters that the next plan is to have even if they have no gradient then.
+
+        Not those that are copied in every step.
+        """
         before = self._snapshot
         if before is None or not self.can_leave_out():
             return set()
-        return set(self.params) if before.is_of(self.params, state, self.params) else set()
+        if not before.is_of(self.params, state, self.params):
+            return set()
+        return {p for i, p in enumerate(self.params) if i not in before.strides}
 
     def _own(self, found: list[Tensor | None]) -> tuple[list[Tensor], list[int]] | None:
         """The gradients of its parameters, and the places of those that have none.
@@ -318,21 +353,31 @@ class StepPlan:
             and before.is_of(held, state, self.params)
         ):
             return False
+        if any(held[i].stride() != stride for i, stride in before.strides.items()):
+            return False
         addresses = _addresses(gradients)
         if _alignments(addresses) != before.alignments or addresses.count(0) != before.empty:
             return False
-        stepped = gradients
+        copies = {i: held[i].contiguous() for i in before.strides if i not in missing}
+        stepped = list(gradients) if before.copied else gradients
+        for i in before.copied:
+            stepped[i] = gradients[i].contiguous()
+        if any(_alignments(_addresses((*copies.values(), *(stepped[i] for i in before.copied))))):
+            return False
         if self.copies is not None and self.copies.tensors:
-            _, stepped = self.copies.renew(held, gradients)
+            _, stepped = self.copies.renew(held, stepped)
+        if stepped is not gradients:
             addresses = _addresses(stepped)
         for i in missing:
             addresses[i] = NO_GRADIENT
         self.missing = frozenset(missing)
+        self.staged.update(copies)
         for batch, order in zip(self.batches, before.order, strict=True):
+            places = dict(zip(order, range(len(order)), strict=True)) if missing or copies else {}
             batch.take_gradients(
                 [stepped[i] for i in order], [addresses[i] for i in order],
-                frozenset(k for k, i in enumerate(order) if i in self.missing)
-                if missing else frozenset(),
+                frozenset(places[i] for i in missing if i in places),
+                {places[i]: p for i, p in copies.items() if i in places},
             )  # fmt: skip
         self.gradients, self.reused = gradients, True
         return True

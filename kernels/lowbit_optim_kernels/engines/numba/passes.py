@@ -5,8 +5,7 @@ rule run on fp64, one call per tensor; element functions on vectors of 16 fp32 l
 Everything is addressed by int64 addresses from a table, so that one call steps any number of
 tensors:
 
-    address   int64   (tensors, ...)  p, g, step, the state's tensors, what lasts; NO_GRADIENT in
-                                      place of g for tensors that stay as they are
+    address   int64   (tensors, ...)  p, g or NO_GRADIENT, step, the state's tensors, what lasts
     geometry  int64   (tensors, 8)    rows, row, blocks per row, global numel, `Slot.tensor_key`,
                                       `blocks_before`, `weights_before`, `part`
     hyper     float64 (parts, ...)    hyperparameters
@@ -347,12 +346,12 @@ def read_tensors_job():
     taken = read_i64(job + JOB.LIVE) != 0
 
 
-def see_whether_it_is_stepped():
+def see_tensor():
     live = taken and cell_i64(address, t, ADDRESS_COLUMNS, G_COLUMN) != NO_GRADIENT
+    part = cell_i64(geometry, t, GEOMETRY, 7)
 
 
 def compute_scalars():
-    part = cell_i64(geometry, t, GEOMETRY, 7)
     for x in READS:
         if x.source == "step":
             x.value = read_step(cell_i64(address, t, ADDRESS_COLUMNS, STEP))
@@ -378,7 +377,7 @@ def compute_scalars():
 def begin(job):
     read_tensors_job()
     for t in range(first, last):
-        see_whether_it_is_stepped()
+        see_tensor()
         count_step(cell_i64(address, t, ADDRESS_COLUMNS, STEP), live)
         compute_scalars()
 
@@ -386,7 +385,7 @@ def begin(job):
 def combine(job):
     read_tensors_job()
     for t in range(first, last):
-        see_whether_it_is_stepped()
+        see_tensor()
         compute_scalars()
 
 
@@ -394,7 +393,7 @@ def keep(job):
     """What lasts of what the scalar functions gave."""
     read_tensors_job()
     for t in range(first, last):
-        see_whether_it_is_stepped()
+        see_tensor()
         if live:
             for x in KEPT:
                 to = cell_i64(address, t, ADDRESS_COLUMNS, x.column)

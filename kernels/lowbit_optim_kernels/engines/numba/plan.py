@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from ...codegen.analysis import hyper_names
-from ...plan import WEIGHT_BLOCK, Batch, G, Slot, address_columns
+from ...plan import WEIGHT_BLOCK, Batch, G, P, Slot, address_columns
 from ...rules import Rule
 from . import job, modules, source
 from . import threads as numba_threads
@@ -184,6 +184,8 @@ def current(batch: Batch) -> Plan:
     plan: Plan = batch.tables
     if batch.reused:
         plan.address[:, G] = batch.gradient_addresses
+        for place, address in batch.copy_addresses.items():
+            plan.address[place, P] = address
     else:
         plan.address[:] = batch.addresses
     return plan

@@ -17,7 +17,7 @@ from torch import Tensor
 from ...codegen.analysis import element_functions, element_scalars, hyper_names, reads
 from ...devices import capturing, current_stream
 from ...dither import WEIGHT
-from ...plan import WEIGHT_BLOCK, Batch, G, Slot, address_columns
+from ...plan import WEIGHT_BLOCK, Batch, G, P, Slot, address_columns
 from ...rules import Rule, RuleFunction
 from . import grid
 
@@ -106,7 +106,10 @@ def _pointers(plan: Plan, batch: Batch) -> list[int]:
     if not batch.reused:
         return [address for row in batch.addresses for address in row]
     pointers = list(plan.pointers)
-    pointers[G :: address_columns(batch.rule)] = batch.gradient_addresses
+    columns = address_columns(batch.rule)
+    pointers[G::columns] = batch.gradient_addresses
+    for place, address in batch.copy_addresses.items():
+        pointers[place * columns + P] = address
     return pointers
 
 
