@@ -140,3 +140,31 @@ def test_an_interrupt_takes_back_the_counts_of_what_it_counted(engine, device, m
     with pytest.raises(KeyboardInterrupt):
         optimizer.step()
     assert identical(snapshot(optimizer), before)
+
+
+@pytest.mark.parametrize("moved", [False, True])
+def test_a_batch_that_was_left_out_as_a_whole(moved, engine, device):
+    """Of a parameter with another one's memory, which comes a turn later.
+
+    Its plan is made anew meanwhile: with new tables, or those of before, which have old addresses.
+    """
+    params = [torch.nn.Parameter(p.detach().to(device)) for p in parameters(shapes=SHAPES[:3])]
+    params.insert(1, torch.nn.Parameter(params[0].detach()))
+    optimizer = lowbit_optim.SGD32bit(params, lr=0.1, momentum=0.9)
+    twin = lowbit_optim.SGD32bit(copy.deepcopy(params), lr=0.1, momentum=0.9)
+    twin.param_groups[0]["params"][1].data = twin.param_groups[0]["params"][0].data
+    for t, missing in enumerate(((3,), (1,), ())):
+        for one in (optimizer, twin):
+            mine = all_parameters(one)
+            give_gradients(mine, t)
+            if t == 1 and moved:
+                mine[0].data = mine[1].data = mine[0].data.clone()
+            if t == 0 and not moved:  # another alignment than the parameter's own, and later ones
+                g = mine[1].grad
+                mine[1].grad = torch.cat([g.flatten()[:1], g.flatten()])[1:].view(g.shape)
+            for i in missing:
+                mine[i].grad = None
+            if one is twin:
+                one.plans.clear()
+            one.step()
+    assert identical(snapshot(optimizer), snapshot(twin))

@@ -54,7 +54,10 @@ class Bucket:
 
 @dataclass
 class Plan:
-    """What depends only on the shapes, dtypes and rule of a batch; kept from step to step."""
+    """What depends only on the shapes, dtypes and rule of a batch; kept from step to step.
+
+    `rows` are the addresses that were put into `address` last, but for what each step has anew.
+    """
 
     rule: Rule
     buckets: list[Bucket]
@@ -67,6 +70,7 @@ class Plan:
     def __post_init__(self) -> None:
         arrays = (self.address, self.geometry, self.hyper, self.scalars)
         self.tables = [array.ctypes.data for array in arrays]
+        self.rows: list[list[int]] = []
         self.sweeps: dict[tuple[int, int, bool], Sweep] = {}
 
     def sweep(self, threads: int, whole: bool) -> Sweep:
@@ -182,10 +186,10 @@ def current(batch: Batch) -> Plan:
     if batch.tables is None:
         batch.tables = _make_plan(batch)
     plan: Plan = batch.tables
+    if plan.rows is not batch.addresses:
+        plan.address[:], plan.rows = batch.addresses, batch.addresses
     if batch.reused:
         plan.address[:, G] = batch.gradient_addresses
         for place, address in batch.copy_addresses.items():
             plan.address[place, P] = address
-    else:
-        plan.address[:] = batch.addresses
     return plan

@@ -34,6 +34,8 @@ class Plan:
         kinds: of the tiles there are, in one order whatever that of the tensors.
         tiles, tiles_of, most_tiles: of all tensors, of each one (int64), of the largest.
         constants: what a launch over these kinds is specialized for.
+        rows, flat: the addresses that the batch had when it was made, by slots and one after the
+            other; in `pointers` those that were sent last.
         stream: that the last step was on which no graph has captured; None on a CPU.
         spare: pinned memory for captures.
     """
@@ -51,6 +53,8 @@ class Plan:
     hyper: Tensor
     count: Tensor
     stream: Any
+    rows: list[list[int]] = field(default_factory=list)
+    flat: list[int] = field(default_factory=list)
     pointers: list[int] = field(default_factory=list)
     values: list[float | None] = field(default_factory=list)
     spare: list[tuple[Tensor, Tensor]] = field(default_factory=list)
@@ -103,9 +107,12 @@ def _follow_stream(plan: Plan, stream: Any) -> None:
 
 def _pointers(plan: Plan, batch: Batch) -> list[int]:
     """The rows of the address table, one after the other."""
+    if plan.rows is not batch.addresses:
+        plan.rows = batch.addresses
+        plan.flat = [address for row in batch.addresses for address in row]
     if not batch.reused:
-        return [address for row in batch.addresses for address in row]
-    pointers = list(plan.pointers)
+        return plan.flat
+    pointers = list(plan.flat)
     columns = address_columns(batch.rule)
     pointers[G::columns] = batch.gradient_addresses
     for place, address in batch.copy_addresses.items():
