@@ -82,6 +82,29 @@ def _alignments(addresses: Iterable[int]) -> list[int]:
     return [address % ALIGNMENT for address in addresses]
 
 
+class _States:
+    """The states of some parameters, asked of a mapping of all: tensors take long to hash."""
+
+    def __init__(self, params: list[Tensor], state: Mapping[Tensor, dict[str, Any]]) -> None:
+        self._params, self.each = params, [state[p] for p in params]
+        self._note(state)
+
+    def _note(self, state: Mapping[Tensor, dict[str, Any]]) -> None:
+        """Note all of a mapping in which most are theirs."""
+        most = len(state) < 4 * len(self._params)
+        self._keys, self._values = (list(state), list(state.values())) if most else ([], [])
+
+    def are_in(self, state: Mapping[Tensor, dict[str, Any]]) -> bool:
+        """Whether a mapping has the same ones."""
+        known = bool(self._keys) and same_objects(state, self._keys)
+        if known and same_objects(state.values(), self._values):
+            return True
+        if not same_objects(map(state.get, self._params), self.each):
+            return False
+        self._note(state)
+        return True
+
+
 def stand_in(p: Tensor) -> Tensor:
     """What a plan has in place of a gradient that is missing; it is never read."""
     return p.detach()
@@ -121,7 +144,7 @@ class _Snapshot:
     """What a later step compares before it uses a plan again.
 
     Attributes:
-        states: of each parameter, with
+        states: of the parameters, with
         values: everything that they hold, one after the other.
         tensors, addresses: those of the parameters and states that a step reads and writes.
         held, gradients: how the parameters and their gradients are read.
@@ -132,7 +155,7 @@ class _Snapshot:
         copied: the places of gradients that are.
     """
 
-    states: list[dict[str, Any]]
+    states: _States
     values: list[Any]
     tensors: list[Tensor]
     addresses: list[int]
@@ -144,12 +167,12 @@ class _Snapshot:
     strides: dict[int, tuple[int, ...]]
     copied: list[int]
 
-    def is_of(self, held: list[Tensor], state: Mapping[Tensor, dict], params: list[Tensor]) -> bool:
+    def is_of(self, held: list[Tensor], state: Mapping[Tensor, dict]) -> bool:
         """Whether parameters and their states are where and as they were."""
         return (
             self.held.is_of(held)  # `p.data.t()` has p's address
-            and same_objects(map(state.get, params), self.states)
-            and same_objects(chain.from_iterable(map(dict.values, self.states)), self.values)
+            and self.states.are_in(state)
+            and same_objects(chain.from_iterable(map(dict.values, self.states.each)), self.values)
             and _addresses(self.tensors) == self.addresses
         )
 
@@ -194,6 +217,7 @@ class StepPlan:
     def __post_init__(self) -> None:
         known = set(self.params)
         self._known = [p in known for p in self.listed]
+        self._addresses: list[int] = []  # of gradients that are aligned as in the first step
 
     def take_tables(self, last: StepPlan | None) -> None:
         """Take over the tables of the last step's plan that fit, once the values are set."""
@@ -255,7 +279,7 @@ class StepPlan:
 
         None if any are for another reason, but for whole copies.
         """
-        wholes = [] if self.copies is None else self.copies.index
+        wholes = set() if self.copies is None else set(self.copies.index)
         params = [i for i in self.staged if i not in wholes]
         slots = (slot for batch in self.batches for slot in batch.slots)
         read = dict(zip(chain.from_iterable(order), (slot.g for slot in slots), strict=True))
@@ -274,12 +298,12 @@ class StepPlan:
         if copied is None or sum(self._known) > len(self.params):
             return None
         slots = [slot for batch in self.batches for slot in batch.slots]
-        states = [state[p] for p in self.params]
+        states = _States(self.params, state)
         tensors = [*self.held, *chain.from_iterable(slot.owned() for slot in slots)]
         addresses = _addresses(self.gradients)
         return _Snapshot(
             states=states,
-            values=[value for one in states for value in one.values()],
+            values=[value for one in states.each for value in one.values()],
             tensors=tensors,
             addresses=_addresses(tensors),
             held=_Look(self.held),
@@ -312,7 +336,7 @@ class StepPlan:
         before = self._snapshot
         if before is None or not self.can_leave_out():
             return set()
-        if not before.is_of(self.params, state, self.params):
+        if not before.is_of(self.params, state):
             return set()
         return {p for i, p in enumerate(self.params) if i not in before.strides}
 
@@ -350,14 +374,16 @@ class StepPlan:
         if not (
             before.gradients.is_of(gradients)
             and (held is self.params or same_objects(held, self.held))
-            and before.is_of(held, state, self.params)
+            and before.is_of(held, state)
         ):
             return False
         if any(held[i].stride() != stride for i, stride in before.strides.items()):
             return False
         addresses = _addresses(gradients)
-        if _alignments(addresses) != before.alignments or addresses.count(0) != before.empty:
-            return False
+        if addresses != self._addresses:
+            if _alignments(addresses) != before.alignments or addresses.count(0) != before.empty:
+                return False
+            self._addresses = addresses
         copies = {i: held[i].contiguous() for i in before.strides if i not in missing}
         stepped = list(gradients) if before.copied else gradients
         for i in before.copied:
@@ -366,8 +392,7 @@ class StepPlan:
             return False
         if self.copies is not None and self.copies.tensors:
             _, stepped = self.copies.renew(held, stepped)
-        if stepped is not gradients:
-            addresses = _addresses(stepped)
+        addresses = list(addresses) if stepped is gradients else _addresses(stepped)
         for i in missing:
             addresses[i] = NO_GRADIENT
         self.missing = frozenset(missing)
