@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from lowbit_optim_kernels.formats import units
-from lowbit_optim_kernels.step_plan import same_objects
+from lowbit_optim_kernels.reading import same_objects
 
 from . import _checkpoint, _checks, _saved, _sharding
 from ._agreement import agreeing

@@ -25,8 +25,8 @@ class LowBitOptimizer(PlansSteps):
 
     A subclass gives its defaults, `HYPER`, `_validate` and `_rule`. Groups are read afresh in
     every step, state is created at a parameter's first step, and all parameters are stepped
-    together by the engine that `lowbit_optim.engine_for` names, those of several groups, too, if
-    the groups differ in numbers alone.
+    together by the engine that `lowbit_optim.engine_for` names, those of neighbouring groups, too,
+    that differ in numbers alone.
 
     A step that raises before the first parameter is written leaves parameters, moments and counts
     of steps as they were: for bad settings, parameters or gradients, when memory for state runs
@@ -248,7 +248,11 @@ class LowBitOptimizer(PlansSteps):
         ]
         last = self._partial_plans
         self._partial_plans = {} if len(last) > len(self._places) else last
-        self._partial_plans.update(self._step_parts(parts, last))
+        try:
+            self._partial_plans.update(self._step_parts(parts, last))
+        except BaseException:
+            self._partial_plans = {}  # some hold the gradients of this step
+            raise
 
     def _parts(self, index: int) -> list[tuple[Any, Mapping[str, Any]]]:
         """A group's settings by what is overridden of its parameters; each part with a key."""

@@ -39,17 +39,20 @@ class PlansSteps(LoadsState):
     ) -> dict[Any, StepPlan]:
         """Step parts of groups; step plans by the keys of their parts.
 
-        Parts that differ in hyperparameters at most are stepped together.
+        Neighbours that differ in hyperparameters at most are stepped together. (Others would be
+        stepped in another order than they are listed in, which shows where they share memory.)
         """
-        alike: dict[tuple, dict[Any, Mapping[str, Any]]] = {}
+        alike: list[tuple[tuple, dict[Any, Mapping[str, Any]]]] = []
         for key, part in parts:
-            form = self._step_rule(part), *map(part.get, FORM)
-            alike.setdefault(form, {})[key] = part
+            storage = self._step_rule(part), *map(part.get, FORM)
+            if not alike or storage != alike[-1][0]:
+                alike.append((storage, {}))
+            alike[-1][1][key] = part
         plans: dict[Any, StepPlan] = {}
-        for (rule, *_), members in alike.items():
+        for (rule, *_), members in alike:
             key = tuple(members)
             plans[key] = self._plan(rule, list(members.values()), last.get(key))
-        for (key, plan), members in zip(plans.items(), alike.values(), strict=True):
+        for (key, plan), (_, members) in zip(plans.items(), alike, strict=True):
             self._set_values(plan, list(members.values()))
             plan.take_tables(last.get(key))
         all_batches = chain.from_iterable(plan.batches for plan in plans.values())
@@ -105,7 +108,7 @@ class PlansSteps(LoadsState):
             found = _gradients.of(listed)
             if last.take_gradients(found, _sharding.locals_of, self.state):
                 return last
-            kept = last.kept(self.state)
+            kept = last.lasting(self.state)
         return self._new_plan(rule, form, listed, groups, kept)
 
     def _new_plan(
@@ -132,26 +135,25 @@ class PlansSteps(LoadsState):
         wholes = [i for i, share in enumerate(shares) if share is not None and share.whole]
         plan.copies = Copies(params, wholes)
         copied = plan.copies.renew(plan.held, [g for _, _, g, _ in checked])
-        slots: list[tuple[Slot, str]] = []
+        slots: list[tuple[Slot, str, int]] = []
         dithers = any(moment.stream for moment in rule.moments)
         each = zip(checked, shares, plan.held, *copied, strict=True)
-        for (part, p, _, engine), share, held, stepped, g in each:
+        for i, ((part, p, _, engine), share, held, stepped, g) in enumerate(each):
             group = groups[part]
             work = stepped.resolve_neg().contiguous()
-            plan.work.append(work)
             own_part = work if share is None else share.written(work)
             if own_part is not held:
-                plan.staged[len(plan.work) - 1] = own_part
+                plan.staged[i] = own_part
             state, new = self._plain_state(p, stepped, group, share)
             if new:
                 plan.new_states[p] = state
             slot = self._slot(p, work, dispatch.readable(g, engine), group, state)
-            slot.part = part
+            slot.place = i
             if share is not None:
                 share.locate(slot)
             if dithers or slot.weights.dithered:
                 slot.tensor_key = dither.tensor_key(group["seed"], self._place(p).number)
-            slots.append((slot, engine))
+            slots.append((slot, engine, part))
         # Last, so that tensors which every step looks at lie together in memory.
         for p, share in zip(params, shares, strict=True):
             if share is not None and p in plan.new_states:

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import lowbit_optim
-from lowbit_optim_kernels import step_plan
+from lowbit_optim_kernels import reading
 from protocol import give_gradients, identical, parameters, snapshot, train
 
 SHAPES = ((4, 70, 3, 3), (5, 3, 2, 2), (300,))
@@ -62,7 +62,7 @@ def test_copies_are_let_go_after_every_step():
 
 def test_a_parameter_that_comes_to_share_memory_is_refused(monkeypatch):
     """At the same address, and not contiguous either; also where strides are not looked at."""
-    monkeypatch.setattr(step_plan, "_guards", lambda tensors: lambda *others: False)
+    monkeypatch.setattr(reading, "_guards", lambda tensors: lambda *others: False)
     (p,) = params = parameters(shapes=[(5, 5)])
     p.data = strided(p.data, "transposed")
     optimizer = train(lowbit_optim.AdamW8bit(params, lr=0.01), 2)

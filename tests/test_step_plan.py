@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import lowbit_optim
-from lowbit_optim_kernels import dispatch, step_plan
+from lowbit_optim_kernels import dispatch, reading
 from protocol import (
     BY_ENGINE,
     all_parameters,
@@ -226,7 +226,7 @@ def test_tensors_that_are_as_before_are_looked_at_at_once(monkeypatch):
     def counted(column):
         return lambda tensor: looked.append(tensor) or column(tensor)
 
-    monkeypatch.setattr(step_plan, "_COLUMNS", tuple(map(counted, step_plan._COLUMNS)))
+    monkeypatch.setattr(reading, "COLUMNS", tuple(map(counted, reading.COLUMNS)))
     optimizer = build()
     train(optimizer, 2)
     looked.clear()

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache, cached_property
+from itertools import islice, pairwise
 from types import MappingProxyType
 from typing import Any, Protocol
 
@@ -42,6 +42,7 @@ class Slot:
         groups: process groups over which a shard's sums are added up, one after the other; none of
             a whole tensor.
         lasting: a tensor for each of the rule's `lasting`: 0-d fp64, or fp32 of shape (100,).
+        place: its parameter's among those of its step plan.
         part: which of its batch's `hyper` are its hyperparameters.
         weights: how p is stored.
         residual: what is kept beside it, of its shape; written.
@@ -60,6 +61,7 @@ class Slot:
     row: int
     numel: int
     lasting: tuple[Tensor, ...] = ()
+    place: int = 0
     part: int = 0
     groups: ProcessGroups = ()
     weights: Weights = PLAIN
@@ -123,7 +125,7 @@ def state_columns(moments: tuple[Moment, ...], format: Format) -> tuple[int, ...
 class Batch:
     """Slots of one device and engine, their rule, and this step's run-time values.
 
-    No two slots have one parameter's memory: such ones are stepped in batches one after the other.
+    No two slots share a parameter's memory: such ones are stepped in batches one after the other.
 
     Attributes:
         rule: the update rule.
@@ -138,8 +140,9 @@ class Batch:
         missing: places of slots that have no gradient in this step and stay as they are.
         tables: what the engine has made of the slots; None in a first step. They belong to batches
             of one `key`.
-        reused: whether nothing is new since the last step beside values, and the gradients'
-            addresses; otherwise every address may be.
+        reused: whether nothing is new since the step plan was made beside values, and addresses of
+            gradients and copies; otherwise every address may be. (In tables there may be those of
+            another batch until this one is started for the first time.)
         captured: tables that CUDA graphs read for as long as they are replayed.
         addresses: the rows of a compiled engine's address table, when the tables were made.
         gradient_addresses: the gradients', or NO_GRADIENT, in a step that reuses the tables.
@@ -235,26 +238,47 @@ class Batch:
             self.slots[place].p = p
 
 
-def batches_of(rule: Rule, slots: Iterable[tuple[Slot, str]], captured: list[Any]) -> list[Batch]:
-    """Slots, each with the name of its engine, by device and engine.
+def _turns(slots: Sequence[Slot]) -> list[int]:
+    """For each slot how many before it, one after the other, have memory of its parameter's."""
+    spans = sorted(
+        (start := slot.p.data_ptr(), start + slot.p.nbytes, i)
+        for i, slot in enumerate(slots)
+        if slot.p.numel()
+    )
+    turns = [0] * len(slots)
+    if all(end <= start for (_, end, _), (start, _, _) in pairwise(spans)):
+        return turns
+    before: dict[int, list[int]] = {}
+    for k, (_, end, i) in enumerate(spans):
+        for start, _, j in islice(spans, k + 1, None):
+            if start >= end:
+                break
+            before.setdefault(max(i, j), []).append(min(i, j))
+    for i in sorted(before):
+        turns[i] = 1 + max(turns[j] for j in before[i])
+    return turns
 
-    Of slots that have one parameter's memory each comes a turn later than the one before it. The
-    slots come with the numbers of their parts in the step plan.
+
+def batches_of(
+    rule: Rule, slots: Sequence[tuple[Slot, str, int]], captured: list[Any]
+) -> list[Batch]:
+    """Slots by device and engine, each with its engine's name and its part's number in the plan.
+
+    Of slots that share parameters' memory each comes a turn later than the one before it.
     """
-    found: dict[tuple[torch.device, str, int, int | None], list[Slot]] = {}
-    turns: Counter[int] = Counter()  # by address
-    for slot, engine in slots:
-        address = slot.p.data_ptr()
-        part = None if ENGINES[engine].by_tables else slot.part
-        found.setdefault((slot.p.device, engine, turns[address], part), []).append(slot)
-        turns[address] += address != 0  # which is that of all empty tensors
+    found: dict[tuple[Any, ...], list[tuple[Slot, int]]] = {}
+    turns = _turns([slot for slot, _, _ in slots])
+    for (slot, engine, part), turn in zip(slots, turns, strict=True):
+        own = None if ENGINES[engine].by_tables else part
+        found.setdefault((turn, slot.p.device, engine, own), []).append((slot, part))
     batches = []
-    for (device, engine, turn, _), its in found.items():
-        parts = tuple(dict.fromkeys(slot.part for slot in its))
-        places = {part: place for place, part in enumerate(parts)}
-        for slot in its:
-            slot.part = places[slot.part]
-        batches.append(Batch(rule, its, device, engine, parts, captured=captured, turn=turn))
+    for (turn, device, engine, _), its in sorted(found.items(), key=lambda item: item[0][0]):
+        parts = tuple(dict.fromkeys(part for _, part in its))
+        rows = {part: row for row, part in enumerate(parts)}
+        for slot, part in its:
+            slot.part = rows[part]
+        members = [slot for slot, _ in its]
+        batches.append(Batch(rule, members, device, engine, parts, captured=captured, turn=turn))
     return batches
 
 
@@ -267,7 +291,8 @@ def note_order(batches: Sequence[Batch]) -> None:
     before: set[int] = set()
     for batch in batches:
         own = {row[P] for row in batch.addresses if row[P]}  # empty tensors have none
-        batch.follows, batch.noted = not before.isdisjoint(own), noted
+        batch.follows = batch.turn > 0 or not before.isdisjoint(own)
+        batch.noted = noted
         before |= own
 
 

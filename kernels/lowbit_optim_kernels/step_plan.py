@@ -7,79 +7,17 @@ addresses. So the last step's plan is used again if a few flat comparisons say t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain, compress
-from operator import attrgetter, eq, is_
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from .engines.registry import ENGINES
-from .plan import ALIGNMENT, NO_GRADIENT, Batch
-
-
-def _guards(tensors: Sequence[Tensor]) -> Callable[..., bool]:
-    """A function that says of other tensors that they are read as these are, or nothing of them.
-
-    What torch.compile asks of a function's inputs: types, dtypes, devices, shapes, strides, and
-    bits such as that of a negative view; of a thousand tensors in a tenth of the columns' time. It
-    is not public, so only versions of torch that it was tried with are asked.
-    """
-    if tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 16):  # previews, too
-        return _says_nothing
-    try:
-        from torch._C._dynamo.guards import TensorGuards
-
-        guards = TensorGuards(*tensors, dynamic_dims_sizes=None, dynamic_dims_strides=None)
-    except (ImportError, TypeError):  # no longer there, or no longer called so
-        return _says_nothing
-    unchanged: Callable[..., bool] = guards.check
-    return unchanged
-
-
-def _says_nothing(*tensors: Tensor) -> bool:
-    return False
-
-
-def same_objects(a: Iterable[Any], b: Sequence[Any]) -> bool:
-    """Whether two sequences hold the same objects; tensors are not compared by value."""
-    a = list(a)
-    return len(a) == len(b) and all(map(is_, a, b))
-
-
-# What decides how tensors are read, but their addresses. Layouts come first, as a sparse one has
-# neither strides nor an address.
-_COLUMNS: tuple[Callable[[Tensor], Any], ...] = (
-    *map(attrgetter, ("layout", "dtype", "device", "shape")),
-    Tensor.is_contiguous,
-    Tensor.is_neg,
-)
-
-
-class _Look:
-    """How tensors are read: what the columns say of each of some."""
-
-    def __init__(self, tensors: Sequence[Tensor]) -> None:
-        self._columns = [list(map(look, tensors)) for look in _COLUMNS]
-        self._guards = _guards(tensors)
-
-    def is_of(self, tensors: Sequence[Tensor]) -> bool:
-        """Whether others, as many, are read in the same way."""
-        if self._guards(*tensors):
-            return True
-        # One after the other: a thousand shapes in a list would have Python collect garbage.
-        pairs = zip(_COLUMNS, self._columns, strict=True)
-        return all(all(map(eq, map(look, tensors), column)) for look, column in pairs)
-
-
-def _addresses(tensors: Iterable[Tensor]) -> list[int]:
-    return list(map(Tensor.data_ptr, tensors))
-
-
-def _alignments(addresses: Iterable[int]) -> list[int]:
-    return [address % ALIGNMENT for address in addresses]
+from .plan import ALIGNMENT, NO_GRADIENT, Batch, Slot
+from .reading import Look, addresses_of, alignments_of, same_objects
 
 
 class _States:
@@ -150,7 +88,6 @@ class _Snapshot:
         held, gradients: how the parameters and their gradients are read.
         alignments: of the gradients' addresses, which may be others in each step.
         empty: how many gradients have no address, for want of elements.
-        order: of each batch the places of its slots' parameters among all.
         strides: of parameters that are stepped in a new copy each time, by their places.
         copied: the places of gradients that are.
     """
@@ -159,11 +96,10 @@ class _Snapshot:
     values: list[Any]
     tensors: list[Tensor]
     addresses: list[int]
-    held: _Look
-    gradients: _Look
+    held: Look
+    gradients: Look
     alignments: list[int]
     empty: int
-    order: list[list[int]]
     strides: dict[int, tuple[int, ...]]
     copied: list[int]
 
@@ -173,7 +109,7 @@ class _Snapshot:
             self.held.is_of(held)  # `p.data.t()` has p's address
             and self.states.are_in(state)
             and same_objects(chain.from_iterable(map(dict.values, self.states.each)), self.values)
-            and _addresses(self.tensors) == self.addresses
+            and addresses_of(self.tensors) == self.addresses
         )
 
 
@@ -192,7 +128,6 @@ class StepPlan:
         missing: the places of those that have no gradient; a `stand_in` is in its place.
         batches: the parameters by device and engine, as the engines are given them. Each keeps the
             engine's tables, which the plan after this one takes over if they fit.
-        work: of each parameter the tensor that is stepped.
         copies: those of them that are whole copies of shards, to be renewed in every step.
         staged: of parameters that are stepped in a copy, by their places, the part of the copy that
             is held.
@@ -207,7 +142,6 @@ class StepPlan:
     gradients: list[Tensor]
     missing: frozenset[int] = frozenset()
     batches: list[Batch] = field(default_factory=list)
-    work: list[Tensor] = field(default_factory=list)
     copies: Copies | None = None
     staged: dict[int, Tensor] = field(default_factory=dict)
     new_states: dict[Tensor, dict[str, Any]] = field(default_factory=dict)
@@ -224,15 +158,17 @@ class StepPlan:
         if self is last:
             return
         before = {} if last is None else {batch.place: batch for batch in last.batches}
-        missing = {id(self.work[i]) for i in self.missing}
         for batch in self.batches:
-            if missing:
-                places = (i for i, slot in enumerate(batch.slots) if id(slot.p) in missing)
-                batch.missing = frozenset(places)
+            batch.missing = self._places(batch, self.missing)
             batch.look()
             old = before.get(batch.place)
             if old is not None and old.key == batch.key:
                 batch.tables = old.tables
+
+    @staticmethod
+    def _places(batch: Batch, of: Container[int]) -> frozenset[int]:
+        """Of some of the plan's parameters the places of those that a batch has."""
+        return frozenset(k for k, slot in enumerate(batch.slots) if slot.place in of)
 
     def written(self) -> list[Tensor]:
         """What is held of the parameters that are stepped."""
@@ -256,61 +192,63 @@ class StepPlan:
             self._snapshot = self._take_snapshot(state)
         self._release()
 
+    @property
+    def _slots(self) -> list[Slot]:
+        return [slot for batch in self.batches for slot in batch.slots]
+
     def _release(self) -> None:
         """Let go of gradients and copies: the next backward pass needs their memory."""
-        self.gradients, self.work, self.new_states = [], [], {}
-        wholes: dict[int, Tensor] = {}
+        self.gradients, self.new_states = [], {}
+        stay: Sequence[int] = ()
         if self.copies is not None:
             self.copies.gradients = []
-            if self._snapshot is not None:
-                wholes = dict(zip(self.copies.index, self.copies.tensors, strict=True))
-        slots = [slot for batch in self.batches for slot in batch.slots]
-        if len(self.staged) > len(wholes):
-            stay = {id(p) for i, p in enumerate(self.held) if i not in self.staged}
-            stay.update(map(id, wholes.values()))
-            self.staged = {i: self.staged[i] for i in wholes}
-            for slot in slots:
-                slot.p = slot.p if id(slot.p) in stay else slot.p.new_empty(0)
-        for slot in slots:
+            stay = self.copies.index if self._snapshot is not None else ()
+        gone = self.staged.keys() - stay
+        self.staged = {i: self.staged[i] for i in stay}
+        for slot in self._slots:
+            if gone and slot.place in gone:
+                slot.p = slot.p.new_empty(0)
             slot.g = slot.p
 
-    def _copied(self, order: list[list[int]]) -> tuple[list[int], list[int]] | None:
+    def _copied(self) -> tuple[list[int], list[int]] | None:
         """Parameters and gradients that are copied in every step, as they are not contiguous.
 
         None if any are for another reason, but for whole copies.
         """
         wholes = set() if self.copies is None else set(self.copies.index)
-        params = [i for i in self.staged if i not in wholes]
-        slots = (slot for batch in self.batches for slot in batch.slots)
-        read = dict(zip(chain.from_iterable(order), (slot.g for slot in slots), strict=True))
-        own = self.gradients
-        gradients = [i for i, g in read.items() if g is not own[i] and i not in wholes]
-        copied = [(self.held[i], self.work[i]) for i in params]
-        copied += [(own[i], read[i]) for i in gradients]
-        only_these = all(_is_its_copy(x, work) for x, work in copied)
+        copied: list[tuple[Tensor, Tensor]] = []
+        params: list[int] = []
+        gradients: list[int] = []
+        for slot in self._slots:
+            i = slot.place
+            if i in wholes:
+                continue
+            if i in self.staged:
+                params.append(i)
+                copied.append((self.held[i], slot.p))
+            if slot.g is not self.gradients[i]:
+                gradients.append(i)
+                copied.append((self.gradients[i], slot.g))
+        only_these = all(_is_its_copy(x, made) for x, made in copied)
         return (params, gradients) if only_these else None
 
     def _take_snapshot(self, state: Mapping[Tensor, dict[str, Any]]) -> _Snapshot | None:
         """None where a parameter is listed twice, or one or a gradient changed for a step."""
-        at = {id(x): i for i, x in enumerate(self.work)}
-        order = [[at[id(slot.p)] for slot in batch.slots] for batch in self.batches]
-        copied = self._copied(order)
+        copied = self._copied()
         if copied is None or sum(self._known) > len(self.params):
             return None
-        slots = [slot for batch in self.batches for slot in batch.slots]
         states = _States(self.params, state)
-        tensors = [*self.held, *chain.from_iterable(slot.owned() for slot in slots)]
-        addresses = _addresses(self.gradients)
+        tensors = [*self.held, *chain.from_iterable(slot.owned() for slot in self._slots)]
+        self._addresses = addresses_of(self.gradients)
         return _Snapshot(
             states=states,
             values=[value for one in states.each for value in one.values()],
             tensors=tensors,
-            addresses=_addresses(tensors),
-            held=_Look(self.held),
-            gradients=_Look(self.gradients),
-            alignments=_alignments(addresses),
-            empty=addresses.count(0),
-            order=order,
+            addresses=addresses_of(tensors),
+            held=Look(self.held),
+            gradients=Look(self.gradients),
+            alignments=alignments_of(self._addresses),
+            empty=self._addresses.count(0),
             strides={i: self.held[i].stride() for i in copied[0]},
             copied=copied[1],
         )
@@ -328,32 +266,15 @@ class StepPlan:
             and all(ENGINES[batch.engine].by_tables for batch in self.batches)
         )
 
-    def kept(self, state: Mapping[Tensor, dict[str, Any]]) -> set[Tensor]:
-        """The parameters that the next plan is to have even if they have no gradient then.
+    def lasting(self, state: Mapping[Tensor, dict[str, Any]]) -> set[Tensor]:
+        """The parameters that the next plan is to have, too, even if they have no gradient then.
 
         Not those that are copied in every step.
         """
         before = self._snapshot
-        if before is None or not self.can_leave_out():
-            return set()
-        if not before.is_of(self.params, state):
+        if before is None or not self.can_leave_out() or not before.is_of(self.params, state):
             return set()
         return {p for i, p in enumerate(self.params) if i not in before.strides}
-
-    def _own(self, found: list[Tensor | None]) -> tuple[list[Tensor], list[int]] | None:
-        """The gradients of its parameters, and the places of those that have none.
-
-        None if others have gradients, or some have none that cannot be left out.
-        """
-        gradients = [g for g in found if g is not None]
-        if [g is not None for g in found] == self._known:
-            return gradients, []
-        own = list(compress(found, self._known))
-        missing = [i for i, g in enumerate(own) if g is None]
-        if len(gradients) + len(missing) > len(own) or not self.can_leave_out():
-            return None
-        pairs = zip(self.params, own, strict=True)
-        return [stand_in(p) if g is None else g for p, g in pairs], missing
 
     def take_gradients(
         self, found: list[Tensor | None], locals_of: Locals, state: Mapping[Tensor, dict[str, Any]]
@@ -366,43 +287,85 @@ class StepPlan:
                 takes a closer look.
             state: of all parameters.
         """
-        before, own = self._snapshot, self._own(found)
-        local = None if own is None else locals_of(self.params, own[0])
-        if before is None or own is None or local is None:
+        chosen = self._with_stand_ins(found)
+        local = None if chosen is None else locals_of(self.params, chosen[0])
+        if chosen is None or local is None:
             return False
-        (held, gradients), missing = local, own[1]
-        if not (
+        (held, gradients), missing = local, chosen[1]
+        if not self._holds(held, gradients, missing, state):
+            return False
+        copies = self._new_copies(held, gradients, missing)
+        if copies is None:
+            return False
+        params, stepped = copies
+        if self.copies is not None and self.copies.tensors:
+            _, stepped = self.copies.renew(held, stepped)
+        self.gradients, self.missing, self.reused = gradients, missing, True
+        self.staged.update(params)
+        addresses = addresses_of(stepped)
+        for i in missing:
+            addresses[i] = NO_GRADIENT
+        for batch in self.batches:
+            order = [slot.place for slot in batch.slots]
+            batch.take_gradients(
+                [stepped[i] for i in order], [addresses[i] for i in order],
+                self._places(batch, missing) if missing else frozenset(),
+                {k: params[order[k]] for k in self._places(batch, params)} if params else {},
+            )  # fmt: skip
+        return True
+
+    def _with_stand_ins(
+        self, found: list[Tensor | None]
+    ) -> tuple[list[Tensor], frozenset[int]] | None:
+        """The gradients of its parameters, and the places of those that have none.
+
+        None if others have gradients, or some have none that cannot be left out.
+        """
+        gradients = [g for g in found if g is not None]
+        if [g is not None for g in found] == self._known:
+            return gradients, frozenset()
+        own = list(compress(found, self._known))
+        missing = frozenset(i for i, g in enumerate(own) if g is None)
+        if len(gradients) + len(missing) > len(own) or not self.can_leave_out():
+            return None
+        pairs = zip(self.params, own, strict=True)
+        return [stand_in(p) if g is None else g for p, g in pairs], missing
+
+    def _holds(
+        self, held: list[Tensor], gradients: list[Tensor], missing: frozenset[int],
+        state: Mapping[Tensor, dict[str, Any]],
+    ) -> bool:  # fmt: skip
+        """Whether nothing is new but the values and addresses of gradients."""
+        before = self._snapshot
+        if before is None or not (
             before.gradients.is_of(gradients)
             and (held is self.params or same_objects(held, self.held))
             and before.is_of(held, state)
+            and all(held[i].stride() == stride for i, stride in before.strides.items())
         ):
             return False
-        if any(held[i].stride() != stride for i, stride in before.strides.items()):
-            return False
-        addresses = _addresses(gradients)
+        addresses = addresses_of(gradients)
+        for i in missing:
+            addresses[i] = self._addresses[i]
         if addresses != self._addresses:
-            if _alignments(addresses) != before.alignments or addresses.count(0) != before.empty:
+            if alignments_of(addresses) != before.alignments or addresses.count(0) != before.empty:
                 return False
             self._addresses = addresses
-        copies = {i: held[i].contiguous() for i in before.strides if i not in missing}
-        stepped = list(gradients) if before.copied else gradients
+        return True
+
+    def _new_copies(
+        self, held: list[Tensor], gradients: list[Tensor], missing: frozenset[int]
+    ) -> tuple[dict[int, Tensor], list[Tensor]] | None:
+        """Copies of parameters that are not contiguous, and the gradients as they are stepped.
+
+        None if memory is given out at addresses for narrow accesses.
+        """
+        before = self._snapshot
+        if before is None or not (before.strides or before.copied):
+            return {}, gradients
+        params = {i: held[i].contiguous() for i in before.strides if i not in missing}
+        stepped = list(gradients)
         for i in before.copied:
             stepped[i] = gradients[i].contiguous()
-        if any(_alignments(_addresses((*copies.values(), *(stepped[i] for i in before.copied))))):
-            return False
-        if self.copies is not None and self.copies.tensors:
-            _, stepped = self.copies.renew(held, stepped)
-        addresses = list(addresses) if stepped is gradients else _addresses(stepped)
-        for i in missing:
-            addresses[i] = NO_GRADIENT
-        self.missing = frozenset(missing)
-        self.staged.update(copies)
-        for batch, order in zip(self.batches, before.order, strict=True):
-            places = dict(zip(order, range(len(order)), strict=True)) if missing or copies else {}
-            batch.take_gradients(
-                [stepped[i] for i in order], [addresses[i] for i in order],
-                frozenset(places[i] for i in missing if i in places),
-                {places[i]: p for i, p in copies.items() if i in places},
-            )  # fmt: skip
-        self.gradients, self.reused = gradients, True
-        return True
+        made = [*params.values(), *(stepped[i] for i in before.copied)]
+        return None if any(alignments_of(addresses_of(made))) else (params, stepped)

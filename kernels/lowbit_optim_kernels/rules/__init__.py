@@ -33,7 +33,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any, Protocol
 
 PRIMITIVES = ("sqrt", "where", "abs", "sign", "maximum", "minimum", "power", "log", "exp")
@@ -176,15 +175,6 @@ class Rule:
     moments: tuple[Moment, ...] = ()
     phases: tuple[Phase, ...] = ()
     lasting: tuple[Lasting, ...] = ()
-
-    def __hash__(self) -> int:
-        return self._hash
-
-    @cached_property
-    def _hash(self) -> int:
-        """Asked for several times in a step of each group."""
-        parts = self.direction, self.prepare, self.moments, self.phases, self.lasting
-        return hash((self.name, *parts))
 
     def scalars(self) -> tuple[str, ...]:
         """Names of the per-tensor values the rule computes, in order of first appearance."""

@@ -38,6 +38,7 @@ class Plan:
             other; in `pointers` those that were sent last.
         stream: that the last step was on which no graph has captured; None on a CPU.
         spare: pinned memory for captures.
+        launched: whether its steps so far, and which of both, had tensors without a gradient.
     """
 
     kinds: tuple[grid.Kind, ...]
@@ -58,6 +59,7 @@ class Plan:
     pointers: list[int] = field(default_factory=list)
     values: list[float | None] = field(default_factory=list)
     spare: list[tuple[Tensor, Tensor]] = field(default_factory=list)
+    launched: set[bool] = field(default_factory=set)
 
 
 def current(batch: Batch) -> Plan:
@@ -67,16 +69,17 @@ def current(batch: Batch) -> Plan:
         RuntimeError: when a CUDA graph is being captured and there is no plan yet, or when as many
             as there is pinned memory for were captured since the last step.
     """
-    captured = capturing(batch.device)
+    captured, partly = capturing(batch.device), bool(batch.missing)
+    if captured and (batch.tables is None or partly not in batch.tables.launched):
+        raise RuntimeError(
+            "this optimizer step cannot be captured in a CUDA graph yet: take at least one "
+            "step with the same parameters, gradients and options before the capture, so that "
+            "its state and launch tables exist and its kernels are compiled"
+        )
     if batch.tables is None:
-        if captured:
-            raise RuntimeError(
-                "this optimizer step cannot be captured in a CUDA graph yet: take at least one "
-                "step with the same parameters, gradients and options before the capture, so that "
-                "its state and launch tables exist and its kernels are compiled"
-            )
         batch.tables = _make(batch)
     plan: Plan = batch.tables
+    plan.launched.add(partly)
     pointers = _pointers(plan, batch)
     if captured:
         plan = _for_graph(plan)
