@@ -196,3 +196,46 @@ def test_a_third_capture_in_a_row_asks_for_a_step():
         with captured(optimizer), pytest.raises(RuntimeError, match="take a step between them"):
             optimizer.step()
         assert optimizer.state[optimizer.param_groups[0]["params"][0]]["step"] == 3
+
+
+def test_a_capture_of_a_step_with_a_missing_gradient_wants_one_like_it_before():
+    """Whose kernels are compiled; and a replay goes on leaving that tensor out."""
+    with lowbit_optim.use_engine("triton"):
+        one, other, refused = (begun(ADAMW, 0.1) for _ in range(3))
+        for optimizer in (one, other, refused):
+            p, *others = optimizer.param_groups[0]["params"]
+            p.grad = None
+            for x in others:
+                x.grad.fill_(0.5)
+        before = [p.detach().clone() for p in refused.param_groups[0]["params"]]
+        like_it = pytest.raises(RuntimeError, match="at least one step with the same")
+        with like_it, captured(refused):
+            refused.step()
+        assert all(map(torch.equal, before, refused.param_groups[0]["params"]))
+        one.step()
+        set_memory_aside(one)
+        with captured(one) as graph:
+            one.step()
+        (plan,) = one.plans.values()
+        assert plan.missing
+        graph.replay()
+        for _ in range(3):
+            other.step()
+        assert_same(one, other)
+
+
+def test_a_capture_after_a_parameter_was_moved_leaves_later_steps_their_addresses():
+    with lowbit_optim.use_engine("triton"):
+        one, other = (begun(ADAMW, 0.1) for _ in range(2))
+        moved = one.param_groups[0]["params"][0]
+        old, moved.data = moved.data, moved.data.clone()
+        kept = old.clone()
+        give(one, 1)
+        with captured(one):
+            one.step()
+        step(other, 1)
+        for seed in (2, 3):
+            step(one, seed)
+            step(other, seed)
+        assert_same(one, other)
+        assert torch.equal(old, kept)

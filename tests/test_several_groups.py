@@ -168,3 +168,21 @@ def test_the_parameters_of_one_override_are_stepped_together(manager):
     manager.override_config(params[3:5], "maximize", True)
     plans = train(optimizer, 1).plans.values()
     assert [len(plan.params) for plan in plans] == [3, 2, 1]
+
+
+def test_groups_that_share_memory_are_stepped_in_their_order(engine, device):
+    """Those of other rules between them, too; and parameters that overlap in part."""
+    flat = torch.linspace(0.5, 1.5, 600, dtype=torch.float64).float().to(device)
+    params = [torch.nn.Parameter(flat[i : i + 300]) for i in (0, 100, 0, 200)]
+    numbers = [{"lr": 0.1}, {"lr": 0.2, "maximize": True}, {"lr": 0.3}, {"lr": 0.4}]
+    groups = [{"params": [p], **own} for p, own in zip(params, numbers, strict=True)]
+    optimizer = lowbit_optim.SGD(groups, weight_decay=0.5)
+    want = flat.clone()
+    for t in range(2):
+        give_gradients(params, t)
+        optimizer.step()
+        for p, own, i in zip(params, numbers, (0, 100, 0, 200), strict=True):
+            part = want[i : i + 300]
+            g = (-p.grad if own.get("maximize") else p.grad) + 0.5 * part
+            part -= own["lr"] * g
+    torch.testing.assert_close(flat, want, rtol=1e-6, atol=1e-6)
