@@ -1,6 +1,8 @@
 """Gradient release: the same run with each gradient gone as soon as it is there."""
 
 import functools
+import gc
+import weakref
 
 import pytest
 import torch
@@ -9,6 +11,7 @@ from torch import nn
 
 import lowbit_optim
 from lowbit_optim import _release, release_gradients
+from lowbit_optim_kernels import dispatch
 from protocol import CLASSES, identical
 
 
@@ -204,6 +207,24 @@ def test_trainers_hooks():
     for i in (0, -1, "0"):
         with pytest.raises(ValueError, match="i must be the parameter's place"):
             optimizer.step_parameter(p, group, i)
+
+
+def test_a_single_step_that_is_interrupted_keeps_no_gradient(monkeypatch):
+    def interrupt(*_, **__):
+        raise KeyboardInterrupt
+
+    p = nn.Parameter(torch.ones(8, 4, 3, 3).contiguous(memory_format=torch.channels_last))
+    optimizer = lowbit_optim.AdamW8bit([p], min_8bit_size=1)
+    for _ in range(3):
+        p.grad = torch.ones_like(p)
+        optimizer.step_parameter(p)
+    monkeypatch.setattr(dispatch, "step", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        optimizer.step_parameter(p)
+    gradient = weakref.ref(p.grad)
+    p.grad = None
+    gc.collect()
+    assert gradient() is None
 
 
 def test_groups_that_change_between_single_steps():
