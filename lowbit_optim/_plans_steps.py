@@ -108,7 +108,7 @@ class PlansSteps(LoadsState):
             found = _gradients.of(listed)
             if last.take_gradients(found, _sharding.locals_of, self.state):
                 return last
-            kept = last.lasting(self.state)
+            kept = last.to_keep(self.state)
         return self._new_plan(rule, form, listed, groups, kept)
 
     def _new_plan(

@@ -7,8 +7,11 @@ import torch
 
 import cases
 import lowbit_optim
-from lowbit_optim_kernels import dispatch
+from lowbit_optim_kernels import dispatch, plan
 from lowbit_optim_kernels.engines import registry
+from lowbit_optim_kernels.formats.float32 import FLOAT32
+from lowbit_optim_kernels.plan import Batch, Slot
+from lowbit_optim_kernels.rules import sgd
 from protocol import all_parameters, build, give_gradients, identical, parameters, snapshot, train
 
 SHAPES = ((12, 70), (300,), (3, 257), (64,), (0, 4))
@@ -34,8 +37,8 @@ def steps_of(optimizer, thorough=False):
             optimizer.plans.clear()
         optimizer.step()
         found.append(snapshot(optimizer))
-        for plan in optimizer.plans.values():
-            found[-1]["reused"] = plan.reused
+        for kept in optimizer.plans.values():
+            found[-1]["reused"] = kept.reused
     return found
 
 
@@ -168,3 +171,37 @@ def test_a_batch_that_was_left_out_as_a_whole(moved, engine, device):
                 one.plans.clear()
             one.step()
     assert identical(snapshot(optimizer), snapshot(twin))
+
+
+def test_batches_of_one_memory_that_were_left_out_know_their_order(engine, device):
+    """Where a norm is taken before any of them is updated, whichever are stepped."""
+    results = []
+    for thorough in (False, True):
+        memory = parameters(shapes=[(20, 70)])[0].detach().to(device)
+        params = [torch.nn.Parameter(memory) for _ in range(3)]
+        params.append(torch.nn.Parameter(torch.ones(300, device=device)))
+        optimizer = lowbit_optim.LAMB8bit(params, lr=0.5, min_8bit_size=1)
+        for t, present in enumerate(((0, 1, 2), (3,), (1, 2), (2, 1, 0))):
+            give_gradients(params, t)
+            for i, p in enumerate(params):
+                p.grad = p.grad if i in present else None
+            if thorough:
+                optimizer.plans.clear()
+            optimizer.step()
+        results.append(snapshot(optimizer))
+    assert identical(*results)
+
+
+def test_the_order_of_batches_is_noted_anew_when_it_changes():
+    first = torch.zeros(8)
+    step = torch.zeros((), dtype=torch.int64)
+    slots = [Slot(x, x, FLOAT32, (), step, 1, 4, 4) for x in (first[:4], first[2:6], first[4:])]
+    batches = [Batch(sgd.sgd(False, False, True), [slot], first.device, "torch") for slot in slots]
+    plan.note_order(batches)
+    assert [batch.follows for batch in batches] == [False, True, True]
+    for batch in batches:
+        batch.reused = True
+    plan.note_order(batches[::-1])
+    assert [batch.follows for batch in batches] == [True, True, False]
+    plan.note_order(batches[::2])
+    assert [batch.follows for batch in batches[::2]] == [False, False]

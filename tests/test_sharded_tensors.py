@@ -84,6 +84,28 @@ def shards_that_wrap_tensors(rank, world, folder):
             assert torch.equal(held, q.detach().chunk(world)[rank])
 
 
+def gradients_of_another_dtype(rank, world, folder):
+    """Of vectors whose shards cut blocks, so that they are stepped whole: in every step cast."""
+    if not hasattr(torch.Tensor, "grad_dtype"):  # since torch 2.10
+        return
+    mesh = init_device_mesh("cpu", (world,))
+    generator = torch.Generator().manual_seed(1)
+    values = [torch.randn(5003 + i, generator=generator) for i in range(3)]
+    plain = [torch.nn.Parameter(x.clone()) for x in values]
+    params = [torch.nn.Parameter(distribute_tensor(x, mesh, [Shard(0)])) for x in values]
+    optimizer, alone = (lowbit_optim.AdamW8bit(some, lr=1e-2) for some in (params, plain))
+    for step in range(STEPS):
+        for p, q in zip(params, plain, strict=True):
+            p.grad_dtype = q.grad_dtype = None  # any
+            dtype = torch.float32 if step == 1 else torch.float64
+            q.grad = torch.randn(q.shape, generator=generator).to(dtype)
+            p.grad = distribute_tensor(q.grad, mesh, [Shard(0)])
+        optimizer.step()
+        alone.step()
+    for p, q in zip(params, plain, strict=True):
+        assert torch.equal(p.full_tensor(), q.detach())
+
+
 def tensor_parallel(rank, world, folder):
     """By rows, with torch's styles; gradients may be released, and clipped by their norm."""
 
@@ -117,7 +139,10 @@ def tensor_parallel(rank, world, folder):
 
 
 def all_cases(rank, world, folder):
-    for case in (gradients_dealt_otherwise, shards_that_wrap_tensors, tensor_parallel):
+    for case in (
+        gradients_dealt_otherwise, gradients_of_another_dtype, shards_that_wrap_tensors,
+        tensor_parallel,
+    ):  # fmt: skip
         case(rank, world, folder)
 
 

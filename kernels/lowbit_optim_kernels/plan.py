@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache, cached_property
-from itertools import islice, pairwise
 from types import MappingProxyType
 from typing import Any, Protocol
 
@@ -139,10 +138,9 @@ class Batch:
         grad_scale, found_inf: 0-d tensors of an AMP scaler, or None.
         missing: places of slots that have no gradient in this step and stay as they are.
         tables: what the engine has made of the slots; None in a first step. They belong to batches
-            of one `key`.
+            of one `key`, and have the addresses of the one that was started last.
         reused: whether nothing is new since the step plan was made beside values, and addresses of
-            gradients and copies; otherwise every address may be. (In tables there may be those of
-            another batch until this one is started for the first time.)
+            gradients and copies.
         captured: tables that CUDA graphs read for as long as they are replayed.
         addresses: the rows of a compiled engine's address table, when the tables were made.
         gradient_addresses: the gradients', or NO_GRADIENT, in a step that reuses the tables.
@@ -151,7 +149,7 @@ class Batch:
         key: all that the engine's tables depend on beside addresses.
         turn: how many batches before it in its step plan have parameters of the same memory.
         follows: whether any batch before it in the step has.
-        noted: an object that those have in common among which that was noted.
+        noted: those among which that was noted, by their ids.
     """
 
     rule: Rule
@@ -174,7 +172,7 @@ class Batch:
     key: tuple = ()
     turn: int = 0
     follows: bool = False
-    noted: Any = None
+    noted: list[int] = field(default_factory=list)
 
     @property
     def counts(self) -> list[Tensor]:
@@ -238,24 +236,23 @@ class Batch:
             self.slots[place].p = p
 
 
-def _turns(slots: Sequence[Slot]) -> list[int]:
-    """For each slot how many before it, one after the other, have memory of its parameter's."""
-    spans = sorted(
-        (start := slot.p.data_ptr(), start + slot.p.nbytes, i)
-        for i, slot in enumerate(slots)
-        if slot.p.numel()
-    )
-    turns = [0] * len(slots)
-    if all(end <= start for (_, end, _), (start, _, _) in pairwise(spans)):
-        return turns
-    before: dict[int, list[int]] = {}
+def _sharing(slots: Iterable[tuple[int, Slot]]) -> Iterator[tuple[int, int]]:
+    """The numbers, the lower first, of every two slots that share a parameter's memory."""
+    starts = ((slot.p.data_ptr(), slot.p.nbytes, i) for i, slot in slots)
+    spans = sorted((start, start + size, i) for start, size, i in starts if start and size)
     for k, (_, end, i) in enumerate(spans):
-        for start, _, j in islice(spans, k + 1, None):
+        for m in range(k + 1, len(spans)):
+            start, _, j = spans[m]
             if start >= end:
                 break
-            before.setdefault(max(i, j), []).append(min(i, j))
-    for i in sorted(before):
-        turns[i] = 1 + max(turns[j] for j in before[i])
+            yield min(i, j), max(i, j)
+
+
+def _turns(slots: Sequence[Slot]) -> list[int]:
+    """For each slot how many before it, one after the other, have memory of its parameter's."""
+    turns = [0] * len(slots)
+    for i, j in sorted(_sharing(enumerate(slots)), key=lambda pair: pair[1]):
+        turns[j] = max(turns[j], 1 + turns[i])
     return turns
 
 
@@ -284,16 +281,13 @@ def batches_of(
 
 def note_order(batches: Sequence[Batch]) -> None:
     """Note which batches of a step have parameters that an earlier one writes."""
-    together = {id(batch.noted) for batch in batches}
-    if len(together) == 1 and all(batch.reused for batch in batches):
-        return  # as when they were new
-    noted = object()
-    before: set[int] = set()
-    for batch in batches:
-        own = {row[P] for row in batch.addresses if row[P]}  # empty tensors have none
-        batch.follows = batch.turn > 0 or not before.isdisjoint(own)
-        batch.noted = noted
-        before |= own
+    order = [id(batch) for batch in batches]
+    if all(batch.reused and batch.noted == order for batch in batches):
+        return
+    slots = ((k, slot) for k, batch in enumerate(batches) for slot in batch.slots)
+    later = {j for i, j in _sharing(slots) if i != j}
+    for k, batch in enumerate(batches):
+        batch.follows, batch.noted = k in later, order
 
 
 class Run(Protocol):

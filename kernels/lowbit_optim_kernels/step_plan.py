@@ -21,14 +21,16 @@ from .reading import Look, addresses_of, alignments_of, same_objects
 
 
 class _States:
-    """The states of some parameters, asked of a mapping of all: tensors take long to hash."""
+    """The states of some parameters, as a mapping of all had them.
+
+    Tensors take long to hash. So where most of the mapping are theirs, all of it is compared first.
+    """
 
     def __init__(self, params: list[Tensor], state: Mapping[Tensor, dict[str, Any]]) -> None:
         self._params, self.each = params, [state[p] for p in params]
         self._note(state)
 
     def _note(self, state: Mapping[Tensor, dict[str, Any]]) -> None:
-        """Note all of a mapping in which most are theirs."""
         most = len(state) < 4 * len(self._params)
         self._keys, self._values = (list(state), list(state.values())) if most else ([], [])
 
@@ -215,13 +217,17 @@ class StepPlan:
 
         None if any are for another reason, but for whole copies.
         """
-        wholes = set() if self.copies is None else set(self.copies.index)
+        wholes: dict[int, Tensor] = {}
+        if self.copies is not None and self.copies.index:
+            wholes = dict(zip(self.copies.index, self.copies.gradients, strict=True))
         copied: list[tuple[Tensor, Tensor]] = []
         params: list[int] = []
         gradients: list[int] = []
         for slot in self._slots:
             i = slot.place
             if i in wholes:
+                if slot.g is not wholes[i]:
+                    return None
                 continue
             if i in self.staged:
                 params.append(i)
@@ -266,7 +272,7 @@ class StepPlan:
             and all(ENGINES[batch.engine].by_tables for batch in self.batches)
         )
 
-    def lasting(self, state: Mapping[Tensor, dict[str, Any]]) -> set[Tensor]:
+    def to_keep(self, state: Mapping[Tensor, dict[str, Any]]) -> set[Tensor]:
         """The parameters that the next plan is to have, too, even if they have no gradient then.
 
         Not those that are copied in every step.
@@ -292,17 +298,17 @@ class StepPlan:
         if chosen is None or local is None:
             return False
         (held, gradients), missing = local, chosen[1]
-        if not self._holds(held, gradients, missing, state):
+        addresses = self._addresses_if_unchanged(held, gradients, missing, state)
+        copies = None if addresses is None else self._new_copies(held, gradients, missing)
+        if addresses is None or copies is None:
             return False
-        copies = self._new_copies(held, gradients, missing)
-        if copies is None:
-            return False
-        params, stepped = copies
+        copied, stepped = copies
         if self.copies is not None and self.copies.tensors:
             _, stepped = self.copies.renew(held, stepped)
         self.gradients, self.missing, self.reused = gradients, missing, True
-        self.staged.update(params)
-        addresses = addresses_of(stepped)
+        self._addresses = addresses
+        self.staged.update(copied)
+        addresses = list(addresses) if stepped is gradients else addresses_of(stepped)
         for i in missing:
             addresses[i] = NO_GRADIENT
         for batch in self.batches:
@@ -310,7 +316,7 @@ class StepPlan:
             batch.take_gradients(
                 [stepped[i] for i in order], [addresses[i] for i in order],
                 self._places(batch, missing) if missing else frozenset(),
-                {k: params[order[k]] for k in self._places(batch, params)} if params else {},
+                {k: copied[order[k]] for k in self._places(batch, copied)} if copied else {},
             )  # fmt: skip
         return True
 
@@ -331,11 +337,11 @@ class StepPlan:
         pairs = zip(self.params, own, strict=True)
         return [stand_in(p) if g is None else g for p, g in pairs], missing
 
-    def _holds(
+    def _addresses_if_unchanged(
         self, held: list[Tensor], gradients: list[Tensor], missing: frozenset[int],
         state: Mapping[Tensor, dict[str, Any]],
-    ) -> bool:  # fmt: skip
-        """Whether nothing is new but the values and addresses of gradients."""
+    ) -> list[int] | None:  # fmt: skip
+        """Of the gradients, those of before in place of missing ones; None if more is new."""
         before = self._snapshot
         if before is None or not (
             before.gradients.is_of(gradients)
@@ -343,15 +349,14 @@ class StepPlan:
             and before.is_of(held, state)
             and all(held[i].stride() == stride for i, stride in before.strides.items())
         ):
-            return False
+            return None
         addresses = addresses_of(gradients)
         for i in missing:
             addresses[i] = self._addresses[i]
-        if addresses != self._addresses:
-            if alignments_of(addresses) != before.alignments or addresses.count(0) != before.empty:
-                return False
-            self._addresses = addresses
-        return True
+        if addresses == self._addresses:
+            return addresses
+        alike = alignments_of(addresses) == before.alignments
+        return addresses if alike and addresses.count(0) == before.empty else None
 
     def _new_copies(
         self, held: list[Tensor], gradients: list[Tensor], missing: frozenset[int]
