@@ -90,6 +90,7 @@ class _Snapshot:
         held, gradients: how the parameters and their gradients are read.
         alignments: of the gradients' addresses, which may be others in each step.
         empty: how many gradients have no address, for want of elements.
+        orders: of each batch the places of its slots' parameters.
         strides: of parameters that are stepped in a new copy each time, by their places.
         copied: the places of gradients that are.
     """
@@ -102,6 +103,7 @@ class _Snapshot:
     gradients: Look
     alignments: list[int]
     empty: int
+    orders: list[list[int]]
     strides: dict[int, tuple[int, ...]]
     copied: list[int]
 
@@ -255,6 +257,7 @@ class StepPlan:
             gradients=Look(self.gradients),
             alignments=alignments_of(self._addresses),
             empty=self._addresses.count(0),
+            orders=[[slot.place for slot in batch.slots] for batch in self.batches],
             strides={i: self.held[i].stride() for i in copied[0]},
             copied=copied[1],
         )
@@ -293,13 +296,13 @@ class StepPlan:
                 takes a closer look.
             state: of all parameters.
         """
-        chosen = self._with_stand_ins(found)
+        before, chosen = self._snapshot, self._with_stand_ins(found)
         local = None if chosen is None else locals_of(self.params, chosen[0])
-        if chosen is None or local is None:
+        if before is None or chosen is None or local is None:
             return False
         (held, gradients), missing = local, chosen[1]
-        addresses = self._addresses_if_unchanged(held, gradients, missing, state)
-        copies = None if addresses is None else self._new_copies(held, gradients, missing)
+        addresses = self._addresses_if_unchanged(before, held, gradients, missing, state)
+        copies = None if addresses is None else self._new_copies(before, held, gradients, missing)
         if addresses is None or copies is None:
             return False
         copied, stepped = copies
@@ -311,8 +314,7 @@ class StepPlan:
         addresses = list(addresses) if stepped is gradients else addresses_of(stepped)
         for i in missing:
             addresses[i] = NO_GRADIENT
-        for batch in self.batches:
-            order = [slot.place for slot in batch.slots]
+        for batch, order in zip(self.batches, before.orders, strict=True):
             batch.take_gradients(
                 [stepped[i] for i in order], [addresses[i] for i in order],
                 self._places(batch, missing) if missing else frozenset(),
@@ -338,12 +340,11 @@ class StepPlan:
         return [stand_in(p) if g is None else g for p, g in pairs], missing
 
     def _addresses_if_unchanged(
-        self, held: list[Tensor], gradients: list[Tensor], missing: frozenset[int],
-        state: Mapping[Tensor, dict[str, Any]],
+        self, before: _Snapshot, held: list[Tensor], gradients: list[Tensor],
+        missing: frozenset[int], state: Mapping[Tensor, dict[str, Any]],
     ) -> list[int] | None:  # fmt: skip
         """Of the gradients, those of before in place of missing ones; None if more is new."""
-        before = self._snapshot
-        if before is None or not (
+        if not (
             before.gradients.is_of(gradients)
             and (held is self.params or same_objects(held, self.held))
             and before.is_of(held, state)
@@ -359,14 +360,14 @@ class StepPlan:
         return addresses if alike and addresses.count(0) == before.empty else None
 
     def _new_copies(
-        self, held: list[Tensor], gradients: list[Tensor], missing: frozenset[int]
-    ) -> tuple[dict[int, Tensor], list[Tensor]] | None:
+        self, before: _Snapshot, held: list[Tensor], gradients: list[Tensor],
+        missing: frozenset[int],
+    ) -> tuple[dict[int, Tensor], list[Tensor]] | None:  # fmt: skip
         """Copies of parameters that are not contiguous, and the gradients as they are stepped.
 
         None if memory is given out at addresses for narrow accesses.
         """
-        before = self._snapshot
-        if before is None or not (before.strides or before.copied):
+        if not (before.strides or before.copied):
             return {}, gradients
         params = {i: held[i].contiguous() for i in before.strides if i not in missing}
         stepped = list(gradients)
