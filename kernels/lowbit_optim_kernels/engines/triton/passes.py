@@ -4,9 +4,9 @@ A program takes a tile of one tensor, so that one launch covers any number of te
 room for TILE elements: as many blocks of its tensor's format. Tables on the device:
 
     address   int64 (tensors, ...)   p, g, step, then columns that `plan.state_columns` deals out
-    geometry  int64 (tensors, 8)     row, rows, first tile, global numel, key and numbers of the
-                                     first blocks of its random bits; of weights that are SHIFTED
-                                     the place of the first element; part
+    geometry  int64 (tensors, 7)     row, rows, first tile, global numel, key (32 bits; above them
+                                     part) and numbers of the first blocks of its random bits; of
+                                     weights that are SHIFTED the place of the first element
     hyper     fp64  (parts, ...)     hyperparameters
     scalars   fp64  (tensors, ...)   gscale, live, then what the rule's scalar functions give
     floats    fp32  (tensors, ...)   the same, and the hyperparameters that elements need; two

@@ -211,17 +211,23 @@ def _weights_before(slot: Slot) -> int:
     return slot.weights_before if slot.shifted else slot.weights_before // WEIGHT_BLOCK
 
 
+def _key(slot: Slot) -> int:
+    """What `geometry` has of a slot's random bits, and above these 32 bits its part.
+
+    Not in a column of its own: kernels of elements use nearly all registers that there are, and of
+    what is next to spilling one was spilled by another width of the table.
+    """
+    return slot.part << 32 | slot.tensor_key
+
+
 def _make(batch: Batch) -> Plan:
     slots, device = batch.slots, batch.device
     tiling = grid.of(slots, batch.rule.moments, batch.aligned)
     tiles = np.array(tiling.tiles, dtype=np.int64)
     columns_of = [
-        (
-            *shape, first, slot.numel, slot.tensor_key, slot.blocks_before, _weights_before(slot),
-            slot.part,
-        )
+        (*shape, first, slot.numel, _key(slot), slot.blocks_before, _weights_before(slot))
         for shape, first, slot in zip(tiling.shapes, np.cumsum(tiles) - tiles, slots, strict=True)
-    ]  # fmt: skip
+    ]
     width = SCALARS + len(batch.rule.scalars())
     float_width = random_column(batch.rule) + 2 * len(streams(batch.rule))
     columns = address_columns(batch.rule)

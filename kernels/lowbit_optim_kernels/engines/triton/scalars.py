@@ -14,7 +14,7 @@ from . import plan, random
 
 G, STEP, NO_GRADIENT = (tl.constexpr(i) for i in (G, STEP, NO_GRADIENT))
 ROW, ROWS, FIRST_TILE, NUMEL = (tl.constexpr(i) for i in range(4))  # of `geometry`
-KEY, BEFORE, WEIGHTS_BEFORE, PART, GEOMETRY = (tl.constexpr(i) for i in range(4, 9))
+KEY, BEFORE, WEIGHTS_BEFORE, GEOMETRY = (tl.constexpr(i) for i in range(4, 8))
 GSCALE, LIVE = tl.constexpr(plan.GSCALE), tl.constexpr(plan.LIVE)
 # Where a value is that a scalar function reads.
 OF_STEP, OF_NUMEL, OF_SCALARS, OF_HYPER, OF_SUMS, OF_NUMBER, OF_HISTORY = (
@@ -51,7 +51,8 @@ def per_tensor(t, mask, step, address, geometry, hyper, scalars, sums, SOURCE: t
 @triton.jit
 def own_hyper(t, mask, geometry, hyper, WIDTHS: tl.constexpr):
     """Where each tensor's hyperparameters are."""
-    return hyper + tl.load(geometry + t * GEOMETRY + PART, mask=mask, other=0) * WIDTHS[2]
+    part = tl.load(geometry + t * GEOMETRY + KEY, mask=mask, other=0) >> 32
+    return hyper + part * WIDTHS[2]
 
 
 @triton.jit
