@@ -5,8 +5,8 @@ import pytest
 
 from benchmarks.static.ptx.arithmetic import dtype_of, wide
 from benchmarks.static.ptx.binding import Executable
+from benchmarks.static.ptx.flow import launch
 from benchmarks.static.ptx.instructions import operation
-from benchmarks.static.ptx.machine import launch
 from benchmarks.static.ptx.memory import (
     Allocation,
     FaultError,

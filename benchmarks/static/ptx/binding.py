@@ -4,21 +4,16 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
 from .arithmetic import UNSIGNED, Array, dtype_of
 from .instructions import operation
-from .memory import WARP
+from .machine import Machine
+from .memory import LOCAL_BASE, SHARED_BASE, WARP
 from .parser import Depot, Instruction, Program, Register, UnsupportedError, parse, split, width
 
-if TYPE_CHECKING:
-    from .machine import Machine
-
-# Where shared and local memory start: no array of a launch lies there, so that every address is a
-# generic one too.
-SHARED_BASE, LOCAL_BASE = 1 << 12, 1 << 60
 SPACES = ("global", "shared", "local")
 _HINTS = {"L1_evict_last", "L1_evict_first", "L1_no_allocate", "evict_last", "evict_first", "nc"}
 _MATRIX_BYTES = 16  # of a row of a matrix of ldmatrix

@@ -28,7 +28,7 @@ from lowbit_optim_kernels.engines import registry
 from lowbit_optim_kernels.engines.triton import engine
 from lowbit_optim_kernels.plan import Batch
 
-from . import machine
+from . import flow
 from .binding import Executable
 from .memory import WARP, Allocation, Counters, GlobalMemory
 
@@ -79,7 +79,7 @@ class Emulation:
         arguments = {x: given[x] for x, kind in types if kind != "constexpr"}
         memory = self._memory(arguments, executable.place["global"])
         values = [x.data_ptr() if isinstance(x, torch.Tensor) else x for x in arguments.values()]
-        counters = machine.launch(
+        counters = flow.launch(
             executable, grid, kernel.metadata.num_warps * WARP, values, memory,
             kernel.metadata.shared, self.counting,
         )  # fmt: skip

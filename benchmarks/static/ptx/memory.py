@@ -19,6 +19,9 @@ from .arithmetic import Array
 
 WARP = 32
 LINE, SECTOR, BANKS, WORD = 128, 32, 32, 4  # bytes, bytes, banks, bytes of a bank's word
+# Where shared and local memory start: no array of a launch lies there, so that every address is a
+# generic one too.
+SHARED_BASE, LOCAL_BASE = 1 << 12, 1 << 60
 _MANY = -2  # in place of an agent
 
 
