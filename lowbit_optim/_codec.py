@@ -10,7 +10,7 @@ from lowbit_optim_kernels.formats import Unit, units
 from lowbit_optim_kernels.formats.dynamic8 import DYNAMIC8
 from lowbit_optim_kernels.rules import SIGNED, SQUARE, Moment
 
-from . import _checks, _saved
+from . import _checks, _tensor_checks
 
 
 @torch.no_grad()
@@ -83,7 +83,7 @@ def dequantize_blockwise(
         raise TypeError(f"dtype must be a floating dtype, got {dtype}")
     unit = _unit(signed)
     wanted = unit.parts[1].shape(codes.shape, unit.format.block)
-    _saved.require_dense("absmax", absmax)
+    _tensor_checks.require_dense("absmax", absmax)
     if tuple(absmax.shape) != wanted:
         raise ValueError(
             f"absmax must have shape {wanted} for codes of shape {tuple(codes.shape)}; got "

@@ -18,21 +18,21 @@ import torch
 from torch import Tensor
 
 from lowbit_optim_kernels import dispatch
+from lowbit_optim_kernels.batch import STEP_DTYPE, WEIGHT_BLOCK, Batch, Slot
 from lowbit_optim_kernels.devices import refuse_capture, scalar_dtype
 from lowbit_optim_kernels.dither import tensor_key
 from lowbit_optim_kernels.engines import torch as torch_engine
 from lowbit_optim_kernels.formats import compute_dtype, units
 from lowbit_optim_kernels.formats.layout import Layout
-from lowbit_optim_kernels.plan import STEP_DTYPE, WEIGHT_BLOCK, Batch, Slot
 from lowbit_optim_kernels.rules import Lasting, Moment, Rule
 from lowbit_optim_kernels.rules.shared import CLIP, NORMS, with_dither
 from lowbit_optim_kernels.weights import RESIDUAL_KEY
 
-from . import _checkpoint, _saved, _sharding
+from . import _saved_state, _sharding, _tensor_checks
 from ._arguments import documented
 from ._gathering import Copies
 from ._optimizer import LowBitOptimizer
-from ._state import Stored
+from ._state_layout import TensorSpec
 
 
 @dataclass
@@ -157,11 +157,11 @@ class EagerOptimizer(LowBitOptimizer):
 
     def _stored(
         self, p: Tensor, group: Mapping[str, Any], state: Mapping[str, Any]
-    ) -> dict[str, Stored]:
+    ) -> dict[str, TensorSpec]:
         stored = super()._stored(p, group, state)
         stored["step"] = stored["step"]._replace(device=torch.device("cpu"))
         for key, extra in self._extras(p, group, state).items():
-            stored[key] = Stored(extra.shape, compute_dtype(p), p.device, extra.start)
+            stored[key] = TensorSpec(extra.shape, compute_dtype(p), p.device, extra.start)
         return stored
 
     def _check_saved(self, saved: Mapping[str, Any], p: Tensor, group: Mapping[str, Any]) -> None:
@@ -174,7 +174,7 @@ class EagerOptimizer(LowBitOptimizer):
         state = super()._fitted(saved, p, group)
         if not state:
             return state
-        steps = _checkpoint.as_step(saved["step"])
+        steps = _saved_state.as_step(saved["step"])
         state["step"] = torch.tensor(steps, dtype=STEP_DTYPE, device="cpu")
         for key, extra in self._extras(p, group, state).items():
             value = state.get(key)
@@ -307,7 +307,7 @@ def _check_extra(key: str, value: Any, must_be: str) -> None:
     """Refuse numbers that no step leaves in a state beside the moments."""
     if not isinstance(value, Tensor):
         raise ValueError(f"{key!r} must be a tensor, got {value!r}")
-    _saved.require_dense(key, value)
+    _tensor_checks.require_dense(key, value)
     if not bool(value.isfinite().all()):
         raise ValueError(f"{key!r} has elements that are not finite")
     if must_be and not bool(_IS[must_be](value, 0).all()):

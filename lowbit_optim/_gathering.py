@@ -14,8 +14,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from lowbit_optim_kernels.batch import ALIGNMENT
 from lowbit_optim_kernels.engines.registry import is_wrapper
-from lowbit_optim_kernels.plan import ALIGNMENT
 
 from ._sharding import sharded_dims
 

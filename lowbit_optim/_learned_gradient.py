@@ -17,7 +17,7 @@ from . import _checks, _rate_matrices, _sharding
 from ._arguments import documented, settings_of
 from ._eager import EagerOptimizer, Extra, Work, dot, rms
 from ._master_weights import weight_of
-from ._state import Stored
+from ._state_layout import TensorSpec
 from ._variants import fixed_bits
 
 SIZE_PERIOD = 4  # steps from one change of a tensor's size to the next
@@ -157,7 +157,7 @@ class LearnedGradient(EagerOptimizer):
                 extras.update(dict.fromkeys(pair, Extra((size, size))))
         return extras
 
-    def _new(self, key: str, stored: Stored, p: Tensor, group: Mapping[str, Any]) -> Tensor:
+    def _new(self, key: str, stored: TensorSpec, p: Tensor, group: Mapping[str, Any]) -> Tensor:
         if key == "param_rms":
             return _first_rms(p.detach(), stored.dtype, group)
         if key.startswith("lr_"):

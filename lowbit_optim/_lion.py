@@ -14,7 +14,7 @@ from lowbit_optim_kernels.rules.lion import lion_rule
 from . import _checks
 from ._arguments import documented, settings_of
 from ._optimizer import LowBitOptimizer
-from ._saved import Outlasted
+from ._saved_moments import HarmlessMask
 from ._variants import fixed_bits
 
 
@@ -81,7 +81,7 @@ class Lion(LowBitOptimizer):
         super()._validate(group)
         _checks.numbers(group, *self.HYPER)
 
-    def _outlasted(self, saved: Mapping[str, Any], group: Mapping[str, Any]) -> Outlasted:
+    def _outlasted(self, saved: Mapping[str, Any], group: Mapping[str, Any]) -> HarmlessMask:
         return lambda x: torch.ones_like(x, dtype=torch.bool)  # its sign is -1, 0 or 1
 
     def _rule(self, group: Mapping[str, Any]) -> Rule:

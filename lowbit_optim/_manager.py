@@ -14,8 +14,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from . import _checks
 from ._arguments import NOT_SETTINGS
-from ._settings import Validate, resolved
-from ._state import with_storage
+from ._settings import Validate, resolved, with_storage
 
 NOT_PER_PARAMETER = ("foreach", "fused", "capturable", "differentiable")
 NEUTRAL = {

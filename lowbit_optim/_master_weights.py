@@ -15,7 +15,7 @@ from . import _checks, _sharding
 from ._agreement import agreeing
 from ._gradients import is_left_alone
 from ._optimizer import LowBitOptimizer, require_own
-from ._saved import require_dense, require_shape, require_values
+from ._tensor_checks import require_dense, require_shape, require_values
 
 Name = str | int
 

@@ -12,15 +12,15 @@ from torch import Tensor
 from lowbit_optim_kernels.rules import Moment, Rule
 from lowbit_optim_kernels.step_plan import StepPlan
 
-from . import _checks, _gradients, _manager, _state
-from ._plans_steps import PlansSteps
+from . import _checks, _gradients, _manager, _settings
 from ._settings import Settings, plain, resolved
+from ._step_base import StepBase
 
 # Settings that every group has, whether or not the class has arguments for them.
 EVERYWHERE = {"state_format": None, "dither": True, "seed": 0, "master_weight_bits": "auto"}
 
 
-class LowBitOptimizer(PlansSteps):
+class LowBitOptimizer(StepBase):
     """Base class of the package's optimizers; not meant to be constructed.
 
     A subclass gives its defaults, `HYPER`, `_validate` and `_rule`. Groups are read afresh in
@@ -57,7 +57,7 @@ class LowBitOptimizer(PlansSteps):
         _checks.optim_bits(own["optim_bits"])
         if own["optim_bits"] == 32:  # may be the default, which a state_format replaces
             del own["optim_bits"]
-        defaults.update(_state.with_storage(own, {}))
+        defaults.update(_settings.with_storage(own, {}))
         self._check_given(defaults)
         self._reset_caches()
         super().__init__(params, defaults)
@@ -127,7 +127,7 @@ class LowBitOptimizer(PlansSteps):
             if "params" not in param_group:
                 raise ValueError(f"a parameter group must have 'params', got {list(param_group)}")
             settings = {key: value for key, value in param_group.items() if key != "params"}
-            settings = _state.with_storage(plain(settings), self.defaults)
+            settings = _settings.with_storage(plain(settings), self.defaults)
             self._check_given({**self.defaults, **settings})
             param_group.update(settings)
         super().add_param_group(param_group)

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from lowbit_optim_kernels.batch import ProcessGroups
 from lowbit_optim_kernels.devices import current_stream, scalar_dtype
-from lowbit_optim_kernels.plan import ProcessGroups
 
 from . import _checks, _sharding
 from ._optimizer import LowBitOptimizer, require_own

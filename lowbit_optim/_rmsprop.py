@@ -11,9 +11,10 @@ from torch import Tensor
 from lowbit_optim_kernels.rules import Rule
 from lowbit_optim_kernels.rules.rmsprop import MEAN, MEAN_SQUARE, VARIANCE, rmsprop_rule
 
-from . import _checks, _saved, _state
+from . import _checks, _state_layout
 from ._arguments import documented, settings_of
 from ._optimizer import LowBitOptimizer
+from ._saved_moments import is_exact, read_with_error, saved_units
 from ._variants import fixed_bits
 
 
@@ -92,7 +93,7 @@ class RMSprop(LowBitOptimizer):
         _checks.flags(group, "centered")
 
     def _rule(self, group: Mapping[str, Any]) -> Rule:
-        as_torch = _state.format_of(group).exact
+        as_torch = _state_layout.format_of(group).exact
         momentum, cap = group["momentum"] != 0, group["max_unorm"] > 0
         options = group["centered"], momentum, cap, as_torch, group["cautious"]
         return self._cached_rule(rmsprop_rule, *options)
@@ -106,18 +107,18 @@ class RMSprop(LowBitOptimizer):
         if saved.get(kept.key) is None:
             return saved
         # Codes of a mean square, as an earlier version kept, know no variance.
-        sound = kept == VARIANCE or not group["centered"] or _saved.is_exact(saved, MEAN_SQUARE)
+        sound = kept == VARIANCE or not group["centered"] or is_exact(saved, MEAN_SQUARE)
         if wanted == kept and sound:
             return saved
-        x, known = _saved.read(saved, p, kept)
+        x, known = read_with_error(saved, p, kept)
         a, a_known = torch.zeros_like(x), torch.zeros_like(x)
         if saved.get(MEAN.key) is not None:
-            a, a_known = _saved.read(saved, p, MEAN)
+            a, a_known = read_with_error(saved, p, MEAN)
         variance = x
         if kept == MEAN_SQUARE:
             slack = known + 2 * a.abs() * a_known + a_known * a_known
             variance = torch.where(x > 0, torch.maximum(x - a * a, slack), 0.0)
-        read = {part.key for unit in _saved.saved_units(saved, (kept,)) for part in unit.parts}
+        read = {part.key for unit in saved_units(saved, (kept,)) for part in unit.parts}
         converted = {key: value for key, value in saved.items() if key not in read}
         return {**converted, wanted.key: variance if wanted == VARIANCE else variance + a * a}
 

@@ -16,7 +16,7 @@ from . import _checks, _sharding
 from ._arguments import documented, settings_of
 from ._master_weights import set_weight, weight_of
 from ._optimizer import LowBitOptimizer
-from ._state import Stored
+from ._state_layout import TensorSpec
 from ._variants import fixed_bits
 
 
@@ -160,7 +160,7 @@ class ScheduleFreeAdamW(LowBitOptimizer):
     def _rule(self, group: Mapping[str, Any]) -> Rule:
         return self._cached_rule(schedule_free_rule, group["max_unorm"] > 0)
 
-    def _new(self, key: str, stored: Stored, p: Tensor, group: Mapping[str, Any]) -> Tensor:
+    def _new(self, key: str, stored: TensorSpec, p: Tensor, group: Mapping[str, Any]) -> Tensor:
         new = super()._new(key, stored, p, group)
         return new.copy_(p) if key == "z" else new
 

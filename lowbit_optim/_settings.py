@@ -12,10 +12,12 @@ from operator import is_
 from typing import Any
 
 import numpy as np
+import torch
 from torch import Tensor
 
+from lowbit_optim_kernels.formats import FORMATS
+
 from . import _checks
-from ._state import with_storage
 
 Validate = Callable[[Mapping[str, Any]], None]
 
@@ -48,6 +50,17 @@ def plain(value: Any) -> Any:
     return value
 
 
+def plain_copy(value: Any, device: torch.device | None = None) -> Any:
+    """A tree with tensors of its own, perhaps on another device, and `plain` else."""
+    if isinstance(value, Tensor):
+        return value.detach().to(device or value.device, copy=True)
+    if isinstance(value, dict):
+        return {key: plain_copy(item, device) for key, item in value.items()}
+    if type(value) in (list, tuple):
+        return type(value)(plain_copy(item, device) for item in value)
+    return plain(value)
+
+
 def as_number(value: Any, wait: bool = False) -> Any:
     """A setting's `plain` value without tensors of one element.
 
@@ -69,6 +82,30 @@ def resolved(group: Mapping[str, Any]) -> dict[str, Any]:
         key: value if key in NO_SETTINGS or type(value) in _PLAIN else as_number(value)
         for key, value in group.items()
     }
+
+
+def with_storage(own: Mapping[str, Any], inherited: Mapping[str, Any]) -> dict[str, Any]:
+    """Settings of a group, of an override or of a constructor, with what they mean for storage.
+
+    Args:
+        own: the settings; an own `state_format` decides `optim_bits`, and with own `optim_bits` an
+            inherited format of other bits does not count.
+        inherited: the settings that apply where there are no own.
+
+    Raises:
+        ValueError: if own `optim_bits` and an own `state_format` contradict each other.
+    """
+    if "optim_bits" in own:
+        _checks.optim_bits(own["optim_bits"])
+    name = own.get("state_format")
+    if name is not None:
+        _checks.state_format(name)
+        agreed = {**own, "optim_bits": own.get("optim_bits", FORMATS[name].bits)}
+        _checks.storage(agreed)
+        return agreed
+    name = inherited.get("state_format")
+    others = name is not None and "optim_bits" in own and own["optim_bits"] != FORMATS[name].bits
+    return {**own, "state_format": None} if others else dict(own)
 
 
 def _may_change(value: Any) -> bool:

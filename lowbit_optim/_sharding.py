@@ -23,9 +23,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from lowbit_optim_kernels.batch import WEIGHT_BLOCK, Batch, ProcessGroups, Slot
 from lowbit_optim_kernels.formats import Format, units
 from lowbit_optim_kernels.formats.layout import Layout
-from lowbit_optim_kernels.plan import WEIGHT_BLOCK, Batch, ProcessGroups, Slot
 from lowbit_optim_kernels.rules import Moment
 from lowbit_optim_kernels.rules.shared import NORMS
 from lowbit_optim_kernels.weights import RESIDUAL_KEY, as_integers

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from . import _checks
 from ._optimizer import LowBitOptimizer
-from ._state import with_storage
+from ._settings import with_storage
 
 
 class TrustOptimizer(LowBitOptimizer):

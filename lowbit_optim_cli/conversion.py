@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 import lowbit_optim
-from lowbit_optim import GlobalOptimManager, LowBitOptimizer, _checkpoint, _saved
+from lowbit_optim import GlobalOptimManager, LowBitOptimizer, _saved_moments, _state_dicts
 from lowbit_optim._foreign.bitsandbytes import NESTED
 from lowbit_optim._foreign.load import LIBRARIES
 from lowbit_optim._optimizer import EVERYWHERE
@@ -57,14 +57,14 @@ def library(state_dict: Mapping[str, Any]) -> str:
     Of ours torch.distributed's `get_state_dict` leaves the header out, but not the settings.
     """
     groups = [group for group in state_dict["param_groups"] if isinstance(group, Mapping)]
-    if _checkpoint.KEY in state_dict or any(EVERYWHERE.keys() <= one.keys() for one in groups):
+    if _state_dicts.KEY in state_dict or any(EVERYWHERE.keys() <= one.keys() for one in groups):
         return "lowbit_optim"
     return next((one.name for one in LIBRARIES if one.recognises(state_dict)), TORCH)
 
 
 def family(state_dict: Mapping[str, Any]) -> str | None:
     """The optimizer that a state dict is of, without its bits; None if that does not tell."""
-    head = state_dict.get(_checkpoint.KEY)
+    head = state_dict.get(_state_dicts.KEY)
     if isinstance(head, Mapping):
         return str(head.get("optimizer"))
     groups = [group for group in state_dict["param_groups"] if isinstance(group, Mapping)]
@@ -107,7 +107,7 @@ def rebuilt(found: Found, name: str, format: str | None = None) -> LowBitOptimiz
     """
     state_dict = found.state_dict
     try:
-        _checkpoint.check_groups(state_dict["param_groups"])
+        _state_dicts.check_groups(state_dict["param_groups"])
         groups = [
             {"params": params, **_storage(state_dict, group, name, format)}
             for group, params in zip(
@@ -128,7 +128,7 @@ def _storage(
 ) -> dict[str, Any]:
     """How a group's moments are kept: as asked, as its own library says, or as they are."""
     of = library(state_dict)
-    ours = _checkpoint.STORAGE_SETTINGS if of == "lowbit_optim" else ()
+    ours = _state_dicts.STORAGE_SETTINGS if of == "lowbit_optim" else ()
     kept = {key: group[key] for key in ours if key in group}
     if format is not None:
         kept.pop("optim_bits", None)  # which the format decides
@@ -154,7 +154,7 @@ def _keep_formats(
     An override may have decided it, of which a state dict has nothing else.
     """
     manager, of = GlobalOptimManager.get_instance(), library(state_dict)
-    in_32_bits = _saved.keys_of(optimizer.moments(), FORMATS["float32"])
+    in_32_bits = _saved_moments.keys_of(optimizer.moments(), FORMATS["float32"])
     for group, old in zip(optimizer.param_groups, state_dict["param_groups"], strict=True):
         for p, index in zip(group["params"], old["params"], strict=True):
             saved = state_dict["state"].get(index)
@@ -170,7 +170,7 @@ def _format_of(saved: Mapping[str, Any], moments: tuple[Moment, ...], of: str) -
     """The format that a library's state of a parameter is in; None if it is in several."""
     if of != "lowbit_optim":
         return _foreign_format(saved, of)
-    there = _saved.saved_units(saved, _saved.known(saved, moments))
+    there = _saved_moments.saved_units(saved, _saved_moments.present_moments(saved, moments))
     formats = {unit.format.name for unit in there if not unit.format.exact} or {"float32"}
     return formats.pop() if len(formats) == 1 else None
 

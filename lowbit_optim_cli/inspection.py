@@ -14,7 +14,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from lowbit_optim import _checkpoint, _saved
+from lowbit_optim import _saved_moments, _saved_state, _state_dicts
 
 from . import checkpoints, conversion
 from .checkpoints import Found
@@ -109,7 +109,7 @@ def _report(found: Found) -> Report:
         for x in checkpoints.tensors(value)
     ]
     said = [f"{library} {family or '(the optimizer is not named in it)'}"]
-    head = state_dict.get(_checkpoint.KEY)
+    head = state_dict.get(_state_dicts.KEY)
     if isinstance(head, Mapping):
         said.append(f"format version {head.get('format_version')}")
     groups = plural(len(state_dict["param_groups"]), "group")
@@ -129,8 +129,8 @@ def _formats(found: Found, family: str) -> list[str]:
     for saved in found.state_dict["state"].values():
         if not isinstance(saved, Mapping) or not saved:
             continue
-        there = _saved.known(saved, moments)
-        units = _saved.saved_units(saved, there) if there else ()
+        there = _saved_moments.present_moments(saved, moments)
+        units = _saved_moments.saved_units(saved, there) if there else ()
         counts[" and ".join(sorted({unit.format.name for unit in units})) or "no format"] += 1
     return [f"{count:,} in {name}" for name, count in counts.most_common()]
 
@@ -140,7 +140,7 @@ def _steps(states: list[Mapping[str, Any]]) -> list[str]:
     steps = []
     for state in states:
         with contextlib.suppress(KeyError, ValueError):
-            steps.append(_checkpoint.as_step(state["step"]))
+            steps.append(_saved_state.as_step(state["step"]))
     if not steps:
         return []
     least, most = min(steps), max(steps)

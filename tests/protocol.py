@@ -80,10 +80,10 @@ def identical(a, b):
 
 def pass_by_pass(patch):
     """Have the Numba engine hand out the sums of whole tensors, too, as it does of shards."""
-    from lowbit_optim_kernels.engines.numba.plan import Plan
+    from lowbit_optim_kernels.engines.numba.tables import Tables
 
-    sweep = Plan.sweep
-    patch.setattr(Plan, "sweep", lambda plan, threads, whole: sweep(plan, threads, False))
+    sweep = Tables.sweep
+    patch.setattr(Tables, "sweep", lambda tables, threads, whole: sweep(tables, threads, False))
 
 
 def tensors_of(tree):

@@ -13,7 +13,7 @@ from lowbit_optim import _settings
 pytest.importorskip("triton", reason="the Triton engine needs the triton package")
 
 from lowbit_optim_kernels.engines.triton import engine as engine_triton
-from lowbit_optim_kernels.engines.triton import plan as triton_plan
+from lowbit_optim_kernels.engines.triton import tables as engine_tables
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="tests/test_gpu.py captures")
 
@@ -84,13 +84,13 @@ def captured(optimizer):
     graph = Graph({x.data_ptr() for pair in spare for x in pair})
     kernels, add_up = engine_triton.kernels, engine_triton.add_up
     with pytest.MonkeyPatch.context() as patch, graph:
-        patch.setattr(triton_plan, "capturing", lambda device: True)
+        patch.setattr(engine_tables, "capturing", lambda device: True)
         patch.setattr(engine_triton, "kernels", lambda *given: Kernels(kernels(*given), graph))
         patch.setattr(engine_triton, "add_up", graph.launched(add_up))
         yield graph
 
 
-def set_memory_aside(optimizer, pairs=triton_plan.SPARE):
+def set_memory_aside(optimizer, pairs=engine_tables.SPARE):
     """As every step on a GPU does; it need not be pinned here."""
     for plan in plans_of(optimizer):
         while len(plan.spare) < pairs:
@@ -190,7 +190,7 @@ def test_replays_and_steps_in_between_do_not_disturb_each_other():
 def test_a_third_capture_in_a_row_asks_for_a_step():
     with lowbit_optim.use_engine("triton"):
         optimizer = begun(ADAMW, 0.1)
-        for _ in range(triton_plan.SPARE):
+        for _ in range(engine_tables.SPARE):
             with captured(optimizer):
                 optimizer.step()
         with captured(optimizer), pytest.raises(RuntimeError, match="take a step between them"):

@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from lowbit_optim_kernels import weights
+from lowbit_optim_kernels.batch import WEIGHT_BLOCK, Batch, Slot
 from lowbit_optim_kernels.engines.registry import ENGINES
 from lowbit_optim_kernels.formats.float32 import FLOAT32
-from lowbit_optim_kernels.plan import WEIGHT_BLOCK, Batch, Slot
 from lowbit_optim_kernels.rules import adam
 
 RULE = adam.adam_rule(False, False, False)

@@ -7,7 +7,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import lowbit_optim
-from lowbit_optim import _eager, _state
+from lowbit_optim import _eager, _state_layout
 from lowbit_optim_kernels import devices, dispatch
 from lowbit_optim_kernels.engines import registry as engines
 from lowbit_optim_kernels.engines import torch as torch_engine
@@ -66,7 +66,7 @@ class Operators(TorchDispatchMode):
 @pytest.mark.parametrize("name", CLASSES)
 def test_a_device_without_fp64_is_given_none(name, clipping, monkeypatch):
     """The meta device stands for it, as it runs what any device is given."""
-    for module in (torch_engine, _state, _eager):
+    for module in (torch_engine, _state_layout, _eager):
         monkeypatch.setattr(module, "scalar_dtype", lambda device: torch.float32)
     p = torch.nn.Parameter(torch.empty(5, 100, device="meta"))
     options = {"lr": 0.1, "min_8bit_size": 1, "percentile_clipping": clipping}
@@ -107,12 +107,12 @@ class Stream:
 def test_tables_are_kept_and_waited_for_on_another_stream(monkeypatch):
     """And on the one where they were made nothing is asked of a step."""
     pytest.importorskip("triton", minversion="3.4")
-    from lowbit_optim_kernels.engines.triton import plan as triton_plan
+    from lowbit_optim_kernels.engines.triton import tables as engine_tables
 
     waits, kept = [], []
     a, b = (Stream(name, waits) for name in "ab")
     now = [a]
-    monkeypatch.setattr(triton_plan, "current_stream", lambda device: now[0])
+    monkeypatch.setattr(engine_tables, "current_stream", lambda device: now[0])
     monkeypatch.setattr(
         torch.Tensor, "record_stream", lambda x, stream: kept.append((x.data_ptr(), stream.name))
     )

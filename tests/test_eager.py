@@ -330,8 +330,8 @@ def test_names_fix_the_bits():
 def test_what_an_engine_makes_of_the_moments_is_made_once(cls, engine, device, monkeypatch):
     if engine == "torch":
         pytest.skip("makes nothing")
-    module = importlib.import_module(f"lowbit_optim_kernels.engines.{engine}.plan")
-    name = {"numba": "_make_plan", "triton": "_make"}[engine]
+    module = importlib.import_module(f"lowbit_optim_kernels.engines.{engine}.tables")
+    name = "_make_tables"
     make, made = getattr(module, name), []
     monkeypatch.setattr(module, name, lambda batch: made.append(batch) or make(batch))
     params = [torch.nn.Parameter(torch.ones(4, 70, device=device)) for _ in range(2)]

@@ -8,9 +8,9 @@ import torch
 import cases
 import lowbit_optim
 from lowbit_optim_kernels import dispatch, plan
+from lowbit_optim_kernels.batch import Batch, Slot
 from lowbit_optim_kernels.engines import registry
 from lowbit_optim_kernels.formats.float32 import FLOAT32
-from lowbit_optim_kernels.plan import Batch, Slot
 from lowbit_optim_kernels.rules import sgd
 from protocol import all_parameters, build, give_gradients, identical, parameters, snapshot, train
 

@@ -7,13 +7,13 @@ import torch
 pytest.importorskip("numba")
 import lowbit_optim
 from lowbit_optim_kernels import dither, formats, weights
+from lowbit_optim_kernels.batch import WEIGHT_BLOCK, Batch, Slot
 from lowbit_optim_kernels.engines import torch as engine_torch
 from lowbit_optim_kernels.engines.numba import dither as numba_dither
 from lowbit_optim_kernels.engines.numba import engine as engine_numba
 from lowbit_optim_kernels.formats import dynamic8
 from lowbit_optim_kernels.formats.dynamic8 import numba_tables
 from lowbit_optim_kernels.formats.layout import Layout
-from lowbit_optim_kernels.plan import WEIGHT_BLOCK, Batch, Slot
 from lowbit_optim_kernels.rules import adam
 from lowbit_optim_kernels.rules.shared import with_dither
 from lowbit_optim_kernels.weights import numba as numba_weights

@@ -15,6 +15,7 @@ import torch
 pytest.importorskip("numba")
 import lowbit_optim
 from lowbit_optim_kernels import formats
+from lowbit_optim_kernels.batch import Batch, Slot
 from lowbit_optim_kernels.codegen import specialize
 from lowbit_optim_kernels.codegen.analysis import functions_source, hyper_names
 from lowbit_optim_kernels.codegen.specialize import Item, Variable
@@ -23,7 +24,6 @@ from lowbit_optim_kernels.engines import torch as engine_torch
 from lowbit_optim_kernels.engines.numba import engine as engine_numba
 from lowbit_optim_kernels.engines.numba import memory, modules, source
 from lowbit_optim_kernels.formats.layout import Layout
-from lowbit_optim_kernels.plan import Batch, Slot
 from lowbit_optim_kernels.rules import adam, gives, lamb
 from toy_format import ZERO, Toy
 

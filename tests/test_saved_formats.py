@@ -15,7 +15,7 @@ from torch.distributed.checkpoint.state_dict import (
 )
 
 import lowbit_optim
-from lowbit_optim import _saved
+from lowbit_optim import _saved_moments
 from lowbit_optim_kernels.formats import FORMATS
 from protocol import BY_ENGINE, identical
 
@@ -63,7 +63,7 @@ def model():
 def order(request, monkeypatch):
     """Which of two formats is looked at first."""
     if request.param == "reversed":
-        monkeypatch.setattr(_saved, "FORMATS", dict(reversed(FORMATS.items())))
+        monkeypatch.setattr(_saved_moments, "FORMATS", dict(reversed(FORMATS.items())))
 
 
 @pytest.mark.parametrize("by_bits", [False, True])

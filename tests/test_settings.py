@@ -12,7 +12,7 @@ import torch
 from torch.optim import lr_scheduler
 
 import lowbit_optim
-from lowbit_optim import _checkpoint
+from lowbit_optim import _state_dicts
 from protocol import (
     CLASSES,
     all_parameters,
@@ -144,7 +144,7 @@ def test_a_step_refuses_what_a_load_refuses(case, name, value):
     saved = copy.deepcopy(optimizer.state_dict())
     optimizer.param_groups[0][name] = value
     saved["param_groups"][0][name] = value
-    storage = name in _checkpoint.STORAGE_SETTINGS  # of the optimizer at hand, not of the file
+    storage = name in _state_dicts.STORAGE_SETTINGS  # of the optimizer at hand, not of the file
     loaded = build(case, 8, parameters(shapes=[(300,)]))
     if refused_by_a_step(optimizer, name):
         if not storage:

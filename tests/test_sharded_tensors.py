@@ -18,8 +18,8 @@ from torch.testing._internal.two_tensor import TwoTensor
 import lowbit_optim
 import sharded
 from lowbit_optim import _sharding
+from lowbit_optim_kernels.batch import Batch, Slot
 from lowbit_optim_kernels.formats.float32 import FLOAT32
-from lowbit_optim_kernels.plan import Batch, Slot
 from lowbit_optim_kernels.rules import sgd
 from protocol import identical, python
 

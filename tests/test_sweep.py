@@ -11,7 +11,7 @@ import lowbit_optim
 from protocol import give_gradients, identical, parameters, pass_by_pass, snapshot, train
 
 pytest.importorskip("numba")
-from lowbit_optim_kernels.engines.numba import plan, threads
+from lowbit_optim_kernels.engines.numba import tables, threads
 
 # Coded and exact moments by turns, so that tensors of one function do not follow each other; one of
 # no elements; one that is larger than a window; short rows.
@@ -28,8 +28,8 @@ OPTIMIZERS = {
 
 @pytest.fixture(autouse=True)
 def small_windows(monkeypatch):
-    monkeypatch.setattr(plan, "WINDOW", 1 << 12)
-    monkeypatch.setattr(plan, "ALONE", 1 << 11)
+    monkeypatch.setattr(tables, "WINDOW", 1 << 12)
+    monkeypatch.setattr(tables, "ALONE", 1 << 11)
     before = torch.get_num_threads()
     yield
     torch.set_num_threads(before)
@@ -112,8 +112,8 @@ def test_pieces_of_a_thread_that_does_not_come_back_are_done_again(number, monke
         running.append(self)
         whole(self, part)
 
-    running, original, whole = [], threads.run, plan.Sweep.run
-    monkeypatch.setattr(plan.Sweep, "run", sweep)
+    running, original, whole = [], threads.run, tables.Sweep.run
+    monkeypatch.setattr(tables.Sweep, "run", sweep)
     monkeypatch.setattr(threads, "run", run)
     assert identical(trained("LANS8bit", [torch.float32]), expected)
     assert len(running) == 3
@@ -124,7 +124,7 @@ def test_a_window_has_whole_tensors(most):
     blocks = [1, 3, 1, 1, 0, 2, 9, 1]
     rows = [(t, b, 1) for t, count in enumerate(blocks) for b in range(max(count, 1))]
     sizes = [100 * count for count in blocks]
-    bucket = plan.Bucket({}, np.array(rows, dtype=np.int64), sizes)
+    bucket = tables.Bucket({}, np.array(rows, dtype=np.int64), sizes)
     windows = bucket.windows(most)
     assert sum(elements for _, _, elements in windows) == sum(sizes)
     following, tensors = 0, []

@@ -19,7 +19,7 @@ pytest.importorskip("triton", reason="the Triton engine needs the triton package
 from lowbit_optim_kernels import formats
 from lowbit_optim_kernels.engines.triton import engine as engine_triton
 from lowbit_optim_kernels.engines.triton import grid, tiles
-from lowbit_optim_kernels.engines.triton import plan as triton_plan
+from lowbit_optim_kernels.engines.triton import tables as engine_tables
 from lowbit_optim_kernels.formats.dynamic8 import triton_tables
 
 pytestmark = pytest.mark.gpu  # `make gpu-check` runs these tests too
@@ -358,7 +358,7 @@ def test_offsets_are_64_bit():
 
 
 def test_capture_without_a_plan_says_what_to_do(monkeypatch):
-    monkeypatch.setattr(triton_plan, "capturing", lambda device: True)
+    monkeypatch.setattr(engine_tables, "capturing", lambda device: True)
     p = torch.nn.Parameter(torch.ones(300, device=DEVICE))
     p.grad = torch.ones_like(p)
     with (

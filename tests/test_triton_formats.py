@@ -16,11 +16,11 @@ import triton
 import triton.language as tl
 
 from lowbit_optim_kernels import dither, weights
+from lowbit_optim_kernels.batch import WEIGHT_BLOCK
 from lowbit_optim_kernels.engines.triton import engine as engine_triton
 from lowbit_optim_kernels.engines.triton import grid, random
 from lowbit_optim_kernels.formats import dynamic8
 from lowbit_optim_kernels.formats.dynamic8 import triton_tables
-from lowbit_optim_kernels.plan import WEIGHT_BLOCK
 from lowbit_optim_kernels.weights import triton as triton_weights
 
 pytestmark = pytest.mark.gpu

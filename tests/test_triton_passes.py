@@ -16,7 +16,7 @@ import triton.language as tl
 
 from lowbit_optim_kernels import formats
 from lowbit_optim_kernels.engines.triton import bindings
-from lowbit_optim_kernels.engines.triton import plan as triton_plan
+from lowbit_optim_kernels.engines.triton import tables as engine_tables
 from lowbit_optim_kernels.formats import Format, Part
 from lowbit_optim_kernels.formats.dynamic8 import DYNAMIC8
 from lowbit_optim_kernels.formats.float32 import FLOAT32
@@ -45,14 +45,16 @@ def test_tables_that_steps_share_are_there_for_every_stream(format):
     """A device runs nothing for them that a step on another stream would have to wait for."""
     with Operators() as noted:
         noted.seen = set()
-        bindings.tables.__wrapped__(adam.adam_rule(False, False, False), (format,), False, META)
+        bindings.code_tables.__wrapped__(
+            adam.adam_rule(False, False, False), (format,), False, META
+        )
     assert {name for name, place in noted.seen if place == "meta"} == {torch.ops.aten._to_copy}
 
 
 def test_addresses_are_64_bit():
     """Those of Intel's GPUs have the upper bit set; the kernels read the same bits as a number."""
     target = torch.zeros(2, 2, dtype=torch.int64)
-    triton_plan._send(None, 0, target, [0, 2**64 - 4096, 2**48, 1])
+    engine_tables._send(None, 0, target, [0, 2**64 - 4096, 2**48, 1])
     assert target.tolist() == [[0, -4096], [2**48, 1]]
 
 
@@ -64,10 +66,10 @@ def test_a_number_takes_the_place_of_a_tensor():
         optimizer = lowbit_optim.SGD32bit(params, lr=0.5)
         optimizer.step()
     ((batch,),) = [plan.batches for plan in optimizer.plans.values()]
-    place = triton_plan.hyper_names(batch.rule).index("lr")
+    place = engine_tables.hyper_names(batch.rule).index("lr")
     for lr in (torch.tensor(0.25, device=DEVICE), 0.0):
         batch.hyper = [{**batch.hyper[0], "lr": lr}]
-        triton_plan._send_hyperparameters(batch.tables, batch)
+        engine_tables._send_hyperparameters(batch.tables, batch)
         assert float(batch.tables.hyper[0, place]) == float(lr)
 
 

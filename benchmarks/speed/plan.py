@@ -22,8 +22,8 @@ from rich.console import Console
 import lowbit_optim
 from benchmarks.common import measure, report
 from lowbit_optim_kernels import dispatch
-from lowbit_optim_kernels.engines.triton import plan as triton_plan
-from lowbit_optim_kernels.plan import Batch
+from lowbit_optim_kernels.batch import Batch
+from lowbit_optim_kernels.engines.triton import tables as engine_tables
 
 
 def _batch(tensors: int) -> Batch:
@@ -54,11 +54,11 @@ def times(tensors: int, rounds: int) -> dict[str, dict[str, float]]:
     def build() -> None:
         batch.tables, batch.reused = None, False
         batch.look()
-        triton_plan.current(batch)
+        engine_tables.tables_for(batch)
 
     def go_on(gradients: list[torch.Tensor]) -> None:
         batch.take_gradients(gradients, [g.data_ptr() for g in gradients])
-        triton_plan.current(batch)
+        engine_tables.tables_for(batch)
 
     def microseconds(call: Callable[[], object]) -> float:
         return 1e6 * measure.seconds(call, batch.device)

@@ -17,11 +17,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .batch import Batch, Run, note_order
 from .engines.registry import ENGINES, FALLBACK, Engine, default_engine
 from .engines.request import request
 from .formats import Unit
 from .formats.layout import Layout
-from .plan import Batch, Run, note_order
 
 
 @dataclass(frozen=True)
@@ -166,7 +166,7 @@ def step(
     batch's parameters, moments and step counts as they were.
 
     Args:
-        batches: what to step; `plan.Batch` says what is read and written.
+        batches: what to step; `batch.Batch` says what is read and written.
         all_reduce: given batches and each one's sums of one phase, adds up those of other ranks'
             shards in place; None when every tensor is whole.
         ready: called when the engines have all that they need, before anything is written.

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .plan import ALIGNMENT
+from .batch import ALIGNMENT
 
 
 def _guards(tensors: Sequence[Tensor]) -> Callable[..., bool]:

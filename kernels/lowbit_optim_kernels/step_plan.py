@@ -15,8 +15,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from .batch import ALIGNMENT, NO_GRADIENT, Batch, Slot
 from .engines.registry import ENGINES
-from .plan import ALIGNMENT, NO_GRADIENT, Batch, Slot
 from .reading import Look, addresses_of, alignments_of, same_objects
 
 

@@ -29,8 +29,8 @@ from lowbit_optim_kernels.rules.rmsprop import MEAN_SQUARE
 from lowbit_optim_kernels.rules.sgd import MOMENTUM as SGD
 
 from .._checks import is_number
-from .._saved import missing, require_scales, require_shape, require_values
 from .._settings import as_number
+from .._tensor_checks import missing, require_scales, require_shape, require_values
 from .coded import Coded, check_book
 from .library import Library
 

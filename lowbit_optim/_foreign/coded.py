@@ -13,7 +13,7 @@ from lowbit_optim_kernels.formats.dynamic8 import DYNAMIC8, ZERO_CODE, create_dy
 from lowbit_optim_kernels.formats.layout import Layout
 from lowbit_optim_kernels.rules import Moment
 
-from .._saved import require_dense
+from .._tensor_checks import require_dense
 
 
 def same_blocks(shape: torch.Size | tuple[int, ...], block: int) -> bool:

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
-from .. import _checkpoint, _sharding
+from .. import _settings, _sharding, _state_dicts
 from .._optimizer import LowBitOptimizer, require_own
 from .._settings import NO_SETTINGS, as_number
 
@@ -116,7 +116,7 @@ def groups_of(optimizer: LowBitOptimizer) -> Iterator[Group]:
 
 
 def _require_inherited(number: int, part: Mapping[str, Any], inherited: Mapping[str, Any]) -> None:
-    own = [key for key in part if key not in ("params", *_checkpoint.STORAGE_SETTINGS)]
+    own = [key for key in part if key not in ("params", *_state_dicts.STORAGE_SETTINGS)]
     for key in own:
         if part[key] is not inherited[key] and part[key] != inherited[key]:
             raise ValueError(
@@ -128,4 +128,4 @@ def _require_inherited(number: int, part: Mapping[str, Any], inherited: Mapping[
 
 def _beside(value: Any) -> Any:
     """What is beside settings, shared with nobody; `initial_lr` is a number, as `lr` is."""
-    return _checkpoint.copied(as_number(value, wait=True) if isinstance(value, Tensor) else value)
+    return _settings.plain_copy(as_number(value, wait=True) if isinstance(value, Tensor) else value)

@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
-from .. import _checkpoint, _checks
-from .._keeps_state import KeepsState
+from .. import _checks, _state_dicts
+from .._state_base import StateBase
 from .bitsandbytes import BITSANDBYTES
 from .library import Library
 from .torchao import TORCHAO
@@ -17,7 +17,7 @@ LIBRARIES: tuple[Library, ...] = (BITSANDBYTES, TORCHAO)
 
 
 @torch.no_grad()
-def as_ours(optimizer: KeepsState, state_dict: Any) -> Any:
+def as_ours(optimizer: StateBase, state_dict: Any) -> Any:
     """A state dict of another library as one of ours, with a warning; any other as it is.
 
     Args:
@@ -32,20 +32,20 @@ def as_ours(optimizer: KeepsState, state_dict: Any) -> Any:
         return state_dict
     name, family = type(optimizer).__name__, optimizer.family
     where = f"{name} cannot load this state_dict of {library.name}"
-    with _checkpoint.refusing(where):
+    with _state_dicts.refusing(where):
         if family not in library.families:
             raise ValueError(f"it has no {family}, only {', '.join(library.families)}")
-        _checkpoint.check_groups(state_dict["param_groups"])
+        _state_dicts.check_groups(state_dict["param_groups"])
         groups = [library.group(group, family) for group in state_dict["param_groups"]]
     converted = {**state_dict, "param_groups": groups, "state": dict(state_dict["state"])}
     exact: dict[Any, bool] = {}
-    merged = _checkpoint.merged_groups(optimizer, converted)
+    merged = _state_dicts.merged_groups(optimizer, converted)
     for group, old in zip(merged, groups, strict=True):
         for p, index in zip(group["params"], old["params"], strict=True):
             saved = state_dict["state"].get(index)
             if not isinstance(saved, Mapping) or not saved:
                 continue
-            with _checkpoint.refusing(f"{where}: parameter {index!r} of shape {tuple(p.shape)}"):
+            with _state_dicts.refusing(f"{where}: parameter {index!r} of shape {tuple(p.shape)}"):
                 own = {key: value for key, value in saved.items() if value is not None}
                 converted["state"][index], exact[index] = library.state(own, p, family)
     said = f"{name} converts a state_dict of {library.name}: {_kept(list(exact.values()))}"
@@ -55,7 +55,7 @@ def as_ours(optimizer: KeepsState, state_dict: Any) -> Any:
 
 def _library_of(state_dict: Any) -> Library | None:
     """The library that a state dict is of, if it is one of those that are known here."""
-    if not isinstance(state_dict, Mapping) or _checkpoint.KEY in state_dict:
+    if not isinstance(state_dict, Mapping) or _state_dicts.KEY in state_dict:
         return None
     if not isinstance(state_dict.get("state"), Mapping) or "param_groups" not in state_dict:
         return None

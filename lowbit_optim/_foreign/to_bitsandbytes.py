@@ -15,7 +15,7 @@ from lowbit_optim_kernels.formats import Format, units
 from lowbit_optim_kernels.formats.dynamic8 import DYNAMIC8, block_absmax, create_dynamic_map, encode
 from lowbit_optim_kernels.rules import SIGNED, SQUARE, Moment
 
-from .. import _checks, _saved
+from .. import _checks, _saved_moments
 from .._optimizer import LowBitOptimizer
 from .bitsandbytes import BITSANDBYTES, BLOCKS, FAMILIES, NESTED, ONE_STATE, TWO_STATES, Family
 from .coded import same_blocks
@@ -100,7 +100,7 @@ def _state(optimizer: LowBitOptimizer, its: Family, member: Member, whole: bool)
     """A parameter's state in the flat layout; `whole` for one scale a tensor."""
     numbers = cache(partial(member.numbers, optimizer))
     # Asked of all together: a format may have two moments in one byte.
-    stored = _saved.saved_units(member.state, tuple(chain.from_iterable(its.states)))
+    stored = _saved_moments.saved_units(member.state, tuple(chain.from_iterable(its.states)))
     formats = {moment: unit.format for unit in stored for moment in unit.moments}
     exact = all(format.exact for format in formats.values())
     state: dict[str, Any] = {"step": member.steps}

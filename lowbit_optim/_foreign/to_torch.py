@@ -6,9 +6,9 @@ from typing import Any
 
 import torch
 
-from lowbit_optim_kernels.plan import STEP_DTYPE
+from lowbit_optim_kernels.batch import STEP_DTYPE
 
-from .. import _checkpoint
+from .. import _saved_state
 from .._optimizer import LowBitOptimizer
 from .export import Group, Member, groups_of, require_optimizer
 
@@ -77,5 +77,5 @@ def _state(optimizer: LowBitOptimizer, member: Member) -> dict[str, Any]:
     else:
         return state
     if optimizer.family != "SGD":  # torch's counts no steps
-        state["step"] = _checkpoint.saved_step(steps)
+        state["step"] = _saved_state.saved_step(steps)
     return state

@@ -17,7 +17,7 @@ from torch import Tensor
 from lowbit_optim_kernels.rules import Moment
 from lowbit_optim_kernels.rules.adam import AMSGRAD
 
-from .._saved import require_dense, require_scales, require_shape, require_values
+from .._tensor_checks import require_dense, require_scales, require_shape, require_values
 from .coded import Coded, check_book
 from .library import Library
 

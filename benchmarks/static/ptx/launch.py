@@ -24,9 +24,9 @@ from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
 from lowbit_optim_kernels import dispatch
+from lowbit_optim_kernels.batch import Batch
 from lowbit_optim_kernels.engines import registry
 from lowbit_optim_kernels.engines.triton import engine
-from lowbit_optim_kernels.plan import Batch
 
 from . import flow
 from .binding import Executable

@@ -17,11 +17,11 @@ import torch
 from torch import Tensor
 
 from .. import dither
+from ..batch import WEIGHT_BLOCK, Batch, Slot
 from ..codegen.analysis import inputs, reads
 from ..devices import refuse_capture, scalar_dtype
 from ..formats import Part, Unit, compute_dtype, constant, finite_in_all, units
 from ..formats.layout import Layout
-from ..plan import WEIGHT_BLOCK, Batch, Slot
 from ..rules import HISTORY, Chain, Phase, RuleFunction
 
 SPAN = 1 << 16  # elements; small tensors are done in one piece
@@ -237,7 +237,7 @@ class _UnitView:
 
 
 class TorchRun:
-    """A step of one batch; see `plan.Run`."""
+    """A step of one batch; see `batch.Run`."""
 
     def __init__(self, batch: Batch) -> None:
         self.batch = batch

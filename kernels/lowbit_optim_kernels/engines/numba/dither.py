@@ -11,8 +11,8 @@ from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic
 
+from ...batch import WEIGHT_BLOCK
 from ...dither import ROUNDS, SPACE, TIME
-from ...plan import WEIGHT_BLOCK
 from .inner import inlined
 from .vector import (
     LANES,

@@ -14,37 +14,37 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ...batch import Batch
 from ...codegen.analysis import hyper_names
 from ...formats import Format, Unit
 from ...formats.layout import Layout
-from ...plan import Batch
 from ...rules import Moment
 from .. import torch as engine_torch
 from . import job, modules, source
 from . import threads as numba_threads
 from .cache import c_function
-from .plan import current, threads_for
+from .tables import tables_for, threads_for
 
 
 class NumbaRun:
-    """A step of one batch; see `plan.Run`."""
+    """A step of one batch; see `batch.Run`."""
 
     def __init__(self, batch: Batch) -> None:
         self.batch = batch
-        self.plan = current(batch)
+        self.tables = tables_for(batch)
         names = hyper_names(batch.rule)
-        self.plan.hyper[:] = [[float(hyper[name]) for name in names] for hyper in batch.hyper]
+        self.tables.hyper[:] = [[float(hyper[name]) for name in names] for hyper in batch.hyper]
         self.live = batch.found_inf is None or float(batch.found_inf) == 0.0
         # An earlier batch may write the parameters that a later one sums up before it does.
         whole = not batch.shards and not batch.follows
-        self.sweep = self.plan.sweep(torch.get_num_threads(), whole)
+        self.sweep = self.tables.sweep(torch.get_num_threads(), whole)
         self.phases = len(self.sweep.parts) - 1
 
     def begin(self) -> None:
         scale = -1.0 if self.batch.maximize else 1.0
         if self.batch.grad_scale is not None:
             scale /= float(self.batch.grad_scale)
-        self.plan.scalars[:, source.GSCALE] = scale
+        self.tables.scalars[:, source.GSCALE] = scale
         self._per_tensor("begin")
 
     def reduce(self, phase: int) -> Tensor:
@@ -67,8 +67,10 @@ class NumbaRun:
 
     def _per_tensor(self, name: str, sums: np.ndarray | None = None) -> None:
         at = 0 if sums is None else sums.ctypes.data
-        words = job.tensor_words(0, len(self.batch.slots), self.plan.tables, at, self.live)
-        numba_threads.call(self.plan.per_tensor[name], words)
+        words = job.tensor_words(
+            0, len(self.batch.slots), self.tables.table_addresses, at, self.live
+        )
+        numba_threads.call(self.tables.per_tensor[name], words)
 
 
 def start(batch: Batch) -> NumbaRun:

@@ -12,7 +12,7 @@ import llvmlite
 import numba
 import numpy as np
 
-from ... import dither, plan, rules, weights
+from ... import batch, dither, rules, weights
 from ...codegen.module_cache import import_source
 from ...formats import Format
 from ...rules import Rule
@@ -26,7 +26,7 @@ HELPERS = ("cache", "dither", "element", "inner", "job", "memory", "scalar", "sw
 def depends(format: Format | None = None) -> tuple[str, ...]:
     """What compiled code depends on beside its own text."""
     modules = [importlib.import_module(f"{__package__}.{name}") for name in HELPERS]
-    modules += [dither, plan, rules, weights, importlib.import_module(source.WEIGHTS)]
+    modules += [batch, dither, rules, weights, importlib.import_module(source.WEIGHTS)]
     code = None if format is None else source.code_of(format)
     if code is not None:
         modules += [sys.modules[type(format).__module__], code, *getattr(code, "DEPENDS", ())]

@@ -25,6 +25,17 @@ from typing import Any
 
 import torch
 
+from ...batch import (
+    NO_GRADIENT,
+    RESIDUAL,
+    STEP,
+    WEIGHT_BLOCK,
+    G,
+    P,
+    address_columns,
+    lasting_column,
+    state_columns,
+)
 from ...codegen.analysis import (
     element_functions,
     element_scalars,
@@ -39,17 +50,6 @@ from ...codegen.analysis import (
 from ...codegen.specialize import Item, Variable, Writer, variables
 from ...dither import WEIGHT
 from ...formats import Format, Unit, constant, units
-from ...plan import (
-    NO_GRADIENT,
-    RESIDUAL,
-    STEP,
-    WEIGHT_BLOCK,
-    G,
-    P,
-    address_columns,
-    lasting_column,
-    state_columns,
-)
 from ...rules import SIGNED, SQUARE, Chain, Moment, Phase, Rule, RuleFunction
 from ...weights import PLAIN, Weights
 from . import job

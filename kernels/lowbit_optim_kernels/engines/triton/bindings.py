@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ...batch import address_columns, lasting_column, state_columns
 from ...codegen.analysis import (
     element_functions,
     element_names,
@@ -31,12 +32,11 @@ from ...codegen.analysis import (
     scalar_functions,
 )
 from ...formats import Format, Part, Unit, constant, units
-from ...plan import address_columns, lasting_column, state_columns
 from ...rules import Chain, Moment, Phase, Rule, RuleFunction
 from . import rule_source
 from .grid import number_of
-from .plan import GSCALE, LANES, LIVE, SCALARS, float_names, lanes, random_column, streams
 from .primitives import ROLES
+from .tables import GSCALE, LANES, LIVE, SCALARS, float_names, lanes, random_column, streams
 
 FIXED = {"gscale": GSCALE, "live": LIVE}  # columns of values that are no rule's own
 ALIGNMENT = 32  # fp32 numbers that a format's table starts at a multiple of
@@ -140,7 +140,7 @@ def _with_tables(rule: Rule, formats: Sequence[Format], ptx: bool) -> list[tuple
 
 
 @cache
-def tables(rule: Rule, formats: tuple[Format, ...], ptx: bool, device: torch.device) -> Tensor:
+def code_tables(rule: Rule, formats: tuple[Format, ...], ptx: bool, device: torch.device) -> Tensor:
     """What the per-element kernels take as `tables`, for steps on any stream.
 
     So it comes whole from the host, by a copy that is over when `to` returns.

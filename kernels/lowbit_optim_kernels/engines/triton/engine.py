@@ -20,18 +20,17 @@ from torch import Tensor
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
+from ...batch import Batch
 from ...codegen.module_cache import import_source
 from ...formats import Format, Unit
 from ...formats.layout import Layout
-from ...plan import Batch
 from ...rules import Rule
 from .. import torch as torch_engine
 from . import bindings, grid
-from . import plan as triton_plan
 from .grid import Kind
-from .plan import LANES, Plan, lanes
 from .primitives import INTERPRETED
 from .scalars import add_up
+from .tables import LANES, Tables, lanes, tables_for
 
 # Sums are fused where the text says so (`rule_source`). Which others a compiler would fuse depends
 # on what else is in a kernel: a tensor would not step to the same bits in every group.
@@ -117,7 +116,7 @@ def _on(device: torch.device) -> contextlib.AbstractContextManager:
 
 
 class TritonRun:
-    """A step of one batch; see `plan.Run`."""
+    """A step of one batch; see `batch.Run`."""
 
     def __init__(self, batch: Batch) -> None:
         self.batch, self.rule = batch, batch.rule
@@ -127,59 +126,61 @@ class TritonRun:
         clips = "gscale" in batch.rule.scalars()
         self.scaled = batch.maximize or batch.grad_scale is not None or clips
         with _on(self.device):
-            self.plan: Plan = triton_plan.current(batch)
-            using = self.rule, grid.formats_of(self.plan.kinds), self.ptx
-            self.tables = bindings.tables(*using, self.device)
+            self.tables: Tables = tables_for(batch)
+            using = self.rule, grid.formats_of(self.tables.kinds), self.ptx
+            self.code_tables = bindings.code_tables(*using, self.device)
         self.kernels = kernels(*using)
 
     def _per_tensor_grid(self, in_program: int) -> tuple[int]:
         return (-(-len(self.batch.slots) // in_program),)
 
     def begin(self) -> None:
-        batch, plan = self.batch, self.plan
+        batch, tables = self.batch, self.tables
         scale, guard = batch.grad_scale, batch.found_inf
         with _on(self.device):
             self.kernels.begin[self._per_tensor_grid(lanes(self.rule, self.rule.prepare))](
-                plan.address, plan.geometry, plan.hyper, plan.scalars, plan.floats, plan.count,
-                plan.hyper if scale is None else scale.to(self.device),
-                plan.hyper if guard is None else guard.to(self.device),
+                tables.address, tables.geometry, tables.hyper, tables.scalars, tables.floats,
+                tables.count,
+                tables.hyper if scale is None else scale.to(self.device),
+                tables.hyper if guard is None else guard.to(self.device),
                 MAXIMIZE=batch.maximize, UNSCALE=scale is not None, GUARDED=guard is not None,
                 **OPTIONS,
             )  # fmt: skip
 
     def _pass(self, name: str, *extra: Tensor, **more: bool) -> None:
         """One launch for all tiles, unless there are none."""
-        plan = self.plan
-        if not plan.kinds:
+        tables = self.tables
+        if not tables.kinds:
             return
         with _on(self.device):
-            getattr(self.kernels, name)[(len(plan.work),)](
-                plan.address, plan.geometry, plan.work, plan.floats, self.tables, *extra,
-                SCALED=self.scaled, **more, **plan.constants, **OPTIONS,
+            getattr(self.kernels, name)[(len(tables.work),)](
+                tables.address, tables.geometry, tables.work, tables.floats, self.code_tables,
+                *extra, SCALED=self.scaled, **more, **tables.constants, **OPTIONS,
             )  # fmt: skip
 
     def reduce(self, phase: int) -> Tensor:
-        plan, terms = self.plan, len(self.rule.phases[phase].sums)
+        tables, terms = self.tables, len(self.rule.phases[phase].sums)
         some = bool(self.batch.missing)  # whose sums nobody writes
         new = torch.zeros if some else torch.empty
-        partial = new((plan.tiles, terms), dtype=torch.float32, device=self.device)
+        partial = new((tables.tiles, terms), dtype=torch.float32, device=self.device)
         self._pass(f"reduce_{phase}", partial, GUARDED=some)
-        chunks = max(1, -(-plan.most_tiles // CHUNK))
+        chunks = max(1, -(-tables.most_tiles // CHUNK))
         shape = (len(self.batch.slots), terms, chunks)
         sums = torch.empty(shape, dtype=torch.float64, device=self.device)
         with _on(self.device):
             add_up[shape](
-                partial, sums, plan.geometry, plan.tiles_of, TERMS=terms, CHUNK=CHUNK, **OPTIONS,
+                partial, sums, tables.geometry, tables.tiles_of,
+                TERMS=terms, CHUNK=CHUNK, **OPTIONS,
             )  # fmt: skip
         return sums[:, :, 0] if chunks == 1 else sums.sum(2)
 
     def combine(self, phase: int, sums: Tensor) -> None:
-        plan, kernel = self.plan, getattr(self.kernels, f"combine_{phase}")
+        tables, kernel = self.tables, getattr(self.kernels, f"combine_{phase}")
         grid = self._per_tensor_grid(lanes(self.rule, self.rule.phases[phase].combine))
         with _on(self.device):
             kernel[grid](
-                plan.address, plan.geometry, plan.hyper, plan.scalars, plan.floats, plan.count,
-                sums.contiguous(), **OPTIONS,
+                tables.address, tables.geometry, tables.hyper, tables.scalars, tables.floats,
+                tables.count, sums.contiguous(), **OPTIONS,
             )  # fmt: skip
 
     def finish(self) -> None:
@@ -195,10 +196,10 @@ class TritonRun:
         """Store what lasts, if the rule has it."""
         if not self.rule.kept():
             return
-        plan = self.plan
+        tables = self.tables
         with _on(self.device):
             self.kernels.keep[self._per_tensor_grid(LANES)](
-                plan.address, plan.scalars, plan.count, **OPTIONS
+                tables.address, tables.scalars, tables.count, **OPTIONS
             )
 
     def cancel(self) -> None:

@@ -16,8 +16,8 @@ import numpy as np
 import torch
 import triton.language as tl
 
+from ...batch import ALIGNMENT, WEIGHT_BLOCK, Slot
 from ...formats import Format, units
-from ...plan import ALIGNMENT, WEIGHT_BLOCK, Slot
 from ...rules import Moment
 from ...weights import PLAIN, Weights
 

@@ -3,7 +3,7 @@
 A program takes a tile of one tensor, so that one launch covers any number of tensors. A tile has
 room for TILE elements: as many blocks of its tensor's format. Tables on the device:
 
-    address   int64 (tensors, ...)   p, g, step, then columns that `plan.state_columns` deals out
+    address   int64 (tensors, ...)   p, g, step, then columns that `batch.state_columns` deals out
     geometry  int64 (tensors, 7)     row, rows, first tile, global numel, key (32 bits; above them
                                      part) and numbers of the first blocks of its random bits; of
                                      weights that are SHIFTED the place of the first element
@@ -37,7 +37,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from ...plan import RESIDUAL, G, P
+from ...batch import RESIDUAL, G, P
 from ...weights import triton as stored_weights
 from . import grid
 from .moments import (

@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 
 from ... import dither
-from ...plan import WEIGHT_BLOCK
+from ...batch import WEIGHT_BLOCK
 
 TIME, SPACE = tl.constexpr(dither.TIME), tl.constexpr(dither.SPACE)
 WEIGHT_BLOCK = tl.constexpr(WEIGHT_BLOCK)

@@ -9,13 +9,13 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from ...plan import NO_GRADIENT, STEP, G
-from . import plan, random
+from ...batch import NO_GRADIENT, STEP, G
+from . import random, tables
 
 G, STEP, NO_GRADIENT = (tl.constexpr(i) for i in (G, STEP, NO_GRADIENT))
 ROW, ROWS, FIRST_TILE, NUMEL = (tl.constexpr(i) for i in range(4))  # of `geometry`
 KEY, BEFORE, WEIGHTS_BEFORE, GEOMETRY = (tl.constexpr(i) for i in range(4, 8))
-GSCALE, LIVE = tl.constexpr(plan.GSCALE), tl.constexpr(plan.LIVE)
+GSCALE, LIVE = tl.constexpr(tables.GSCALE), tl.constexpr(tables.LIVE)
 # Where a value is that a scalar function reads.
 OF_STEP, OF_NUMEL, OF_SCALARS, OF_HYPER, OF_SUMS, OF_NUMBER, OF_HISTORY = (
     tl.constexpr(i) for i in range(7)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from ...plan import ALIGNMENT, WEIGHT_BLOCK
+from ...batch import ALIGNMENT, WEIGHT_BLOCK
 from . import grid, random
 from .scalars import BEFORE, GEOMETRY, ROW, ROWS, WEIGHTS_BEFORE
 

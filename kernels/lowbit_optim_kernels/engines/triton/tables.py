@@ -1,6 +1,6 @@
-"""The Triton engine's launch plan: device tables of a batch, built once and kept.
+"""The Triton engine's launch tables: device tables of a batch, built once and kept.
 
-A plan is rebuilt when the set of tensors changes; addresses are sent again when one of them does,
+They are rebuilt when the set of tensors changes; addresses are sent again when one of them does,
 hyperparameters likewise. What a CUDA graph captures gets tables of its own, which its replays fill
 again, so that later steps outside the graph and replays do not disturb each other.
 """
@@ -14,10 +14,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ...batch import WEIGHT_BLOCK, Batch, G, P, Slot, address_columns
 from ...codegen.analysis import element_functions, element_scalars, hyper_names, reads
 from ...devices import capturing, current_stream
 from ...dither import WEIGHT
-from ...plan import WEIGHT_BLOCK, Batch, G, P, Slot, address_columns
 from ...rules import Rule, RuleFunction
 from . import grid
 
@@ -27,7 +27,7 @@ SPARE = 2  # captures in a row without a step in between
 
 
 @dataclass
-class Plan:
+class Tables:
     """Device tables of a batch; `passes` says what they hold.
 
     Attributes:
@@ -62,12 +62,12 @@ class Plan:
     launched: set[bool] = field(default_factory=set)
 
 
-def current(batch: Batch) -> Plan:
-    """The batch's plan, its tables up to date on the current stream.
+def tables_for(batch: Batch) -> Tables:
+    """The batch's tables, up to date on the current stream.
 
     Raises:
-        RuntimeError: when a CUDA graph is being captured and there is no plan yet, or when as many
-            as there is pinned memory for were captured since the last step.
+        RuntimeError: when a CUDA graph is being captured and there are no tables yet, or when as
+            many as there is pinned memory for were captured since the last step.
     """
     captured, partly = capturing(batch.device), bool(batch.missing)
     if captured and (batch.tables is None or partly not in batch.tables.launched):
@@ -77,45 +77,45 @@ def current(batch: Batch) -> Plan:
             "its state and launch tables exist and its kernels are compiled"
         )
     if batch.tables is None:
-        batch.tables = _make(batch)
-    plan: Plan = batch.tables
-    plan.launched.add(partly)
-    pointers = _pointers(plan, batch)
+        batch.tables = _make_tables(batch)
+    tables: Tables = batch.tables
+    tables.launched.add(partly)
+    pointers = _pointers(tables, batch)
     if captured:
-        plan = _for_graph(plan)
-        batch.captured.append(plan)
+        tables = _for_graph(tables)
+        batch.captured.append(tables)
     else:
-        _follow_stream(plan, current_stream(batch.device))
-        while batch.device.type == "cuda" and len(plan.spare) < SPARE:
-            plan.spare.append((_pinned_like(plan.address), _pinned_like(plan.hyper)))
-    _send_addresses(plan, pointers)
-    _send_hyperparameters(plan, batch)
-    return plan
+        _follow_stream(tables, current_stream(batch.device))
+        while batch.device.type == "cuda" and len(tables.spare) < SPARE:
+            tables.spare.append((_pinned_like(tables.address), _pinned_like(tables.hyper)))
+    _send_addresses(tables, pointers)
+    _send_hyperparameters(tables, batch)
+    return tables
 
 
-def _follow_stream(plan: Plan, stream: Any) -> None:
+def _follow_stream(tables: Tables, stream: Any) -> None:
     """Note that a stream fills and reads the tables from now on, as another one did before.
 
     It waits for that one, which the parameters alone would not have it do where a step was refused
     halfway; and memory of tables that are dropped is not given away while it may still read them.
     """
-    if stream == plan.stream:
+    if stream == tables.stream:
         return
-    stream.wait_stream(plan.stream)
-    for table in vars(plan).values():
+    stream.wait_stream(tables.stream)
+    for table in vars(tables).values():
         if isinstance(table, Tensor):
             table.record_stream(stream)
-    plan.stream = stream
+    tables.stream = stream
 
 
-def _pointers(plan: Plan, batch: Batch) -> list[int]:
+def _pointers(tables: Tables, batch: Batch) -> list[int]:
     """The rows of the address table, one after the other."""
-    if plan.rows is not batch.addresses:
-        plan.rows = batch.addresses
-        plan.flat = [address for row in batch.addresses for address in row]
+    if tables.rows is not batch.addresses:
+        tables.rows = batch.addresses
+        tables.flat = [address for row in batch.addresses for address in row]
     if not batch.reused:
-        return plan.flat
-    pointers = list(plan.flat)
+        return tables.flat
+    pointers = list(tables.flat)
     columns = address_columns(batch.rule)
     pointers[G::columns] = batch.gradient_addresses
     for place, address in batch.copy_addresses.items():
@@ -123,17 +123,17 @@ def _pointers(plan: Plan, batch: Batch) -> list[int]:
     return pointers
 
 
-def _for_graph(plan: Plan) -> Plan:
-    """A plan for what is being captured, with tables of its own that every replay fills again."""
-    if not plan.spare:
+def _for_graph(tables: Tables) -> Tables:
+    """Tables of its own for what is being captured, which every replay fills again."""
+    if not tables.spare:
         raise RuntimeError(
             f"{SPARE} CUDA graphs of this optimizer step were captured in a row, and memory for a "
             "third cannot be pinned during its capture: take a step between them"
         )
     return replace(
-        plan, address=torch.empty_like(plan.address), hyper=torch.empty_like(plan.hyper),
-        scalars=torch.empty_like(plan.scalars), floats=torch.empty_like(plan.floats),
-        pointers=[], values=[], spare=[plan.spare.pop()],
+        tables, address=torch.empty_like(tables.address), hyper=torch.empty_like(tables.hyper),
+        scalars=torch.empty_like(tables.scalars), floats=torch.empty_like(tables.floats),
+        pointers=[], values=[], spare=[tables.spare.pop()],
     )  # fmt: skip
 
 
@@ -149,35 +149,35 @@ def _on_device(numbers: np.ndarray, device: torch.device) -> Tensor:
     return source.pin_memory().to(device, non_blocking=True)
 
 
-def _send(plan: Plan, which: int, target: Tensor, values: list) -> None:
+def _send(tables: Tables, which: int, target: Tensor, values: list) -> None:
     """Copy numbers to a device table without waiting for the device."""
     dtype = np.uint64 if target.dtype == torch.int64 else np.float64
     numbers = np.array(values, dtype=dtype)  # addresses of Intel's GPUs have the upper bit set
     source = torch.from_numpy(numbers).view(target.dtype).view(target.shape)
     if capturing(target.device):  # the replays read the source again: it is never reused
-        source = plan.spare[0][which].copy_(source)
+        source = tables.spare[0][which].copy_(source)
     elif target.device.type == "cuda":
         source = source.pin_memory()
     target.copy_(source, non_blocking=True)
 
 
-def _send_addresses(plan: Plan, pointers: list[int]) -> None:
-    if pointers != plan.pointers:
-        _send(plan, 0, plan.address, pointers)
-        plan.pointers = pointers
+def _send_addresses(tables: Tables, pointers: list[int]) -> None:
+    if pointers != tables.pointers:
+        _send(tables, 0, tables.address, pointers)
+        tables.pointers = pointers
 
 
-def _send_hyperparameters(plan: Plan, batch: Batch) -> None:
+def _send_hyperparameters(tables: Tables, batch: Batch) -> None:
     names = hyper_names(batch.rule)
     given = [hyper[name] for hyper in batch.hyper for name in names]
     # (What a tensor has filled is no number's yet: 0.0 in its place would be taken for sent.)
     on_host = [None if isinstance(value, Tensor) else float(value) for value in given]
-    if on_host and on_host != plan.values:
-        _send(plan, 1, plan.hyper, [value or 0.0 for value in on_host])
-        plan.values = on_host
+    if on_host and on_host != tables.values:
+        _send(tables, 1, tables.hyper, [value or 0.0 for value in on_host])
+        tables.values = on_host
     for i, value in enumerate(given):
         if isinstance(value, Tensor):
-            plan.hyper.view(-1)[i].copy_(value, non_blocking=True)
+            tables.hyper.view(-1)[i].copy_(value, non_blocking=True)
 
 
 # Building.
@@ -220,7 +220,7 @@ def _key(slot: Slot) -> int:
     return slot.part << 32 | slot.tensor_key
 
 
-def _make(batch: Batch) -> Plan:
+def _make_tables(batch: Batch) -> Tables:
     slots, device = batch.slots, batch.device
     tiling = grid.of(slots, batch.rule.moments, batch.aligned)
     tiles = np.array(tiling.tiles, dtype=np.int64)
@@ -235,7 +235,7 @@ def _make(batch: Batch) -> Plan:
     def zeros(*shape: int, dtype: torch.dtype = torch.float64) -> Tensor:
         return torch.zeros(shape, dtype=dtype, device=device)
 
-    return Plan(
+    return Tables(
         kinds=tiling.kinds,
         constants=grid.constants(tiling.kinds),
         work=_on_device(tiling.work, device),

@@ -1,4 +1,4 @@
-"""The Numba engine's plan of a batch: compiled functions and tables, made once and kept."""
+"""The Numba engine's tables of a batch: compiled functions and tables, made once and kept."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from types import ModuleType
 import numpy as np
 import torch
 
+from ...batch import WEIGHT_BLOCK, Batch, G, P, Slot, address_columns
 from ...codegen.analysis import hyper_names
-from ...plan import WEIGHT_BLOCK, Batch, G, P, Slot, address_columns
 from ...rules import Rule
 from . import job, modules, source
 from . import threads as numba_threads
@@ -53,7 +53,7 @@ class Bucket:
 
 
 @dataclass
-class Plan:
+class Tables:
     """What depends only on the shapes, dtypes and rule of a batch; kept from step to step.
 
     `rows` are the addresses that were put into `address` last, but for what each step has anew.
@@ -69,7 +69,7 @@ class Plan:
 
     def __post_init__(self) -> None:
         arrays = (self.address, self.geometry, self.hyper, self.scalars)
-        self.tables = [array.ctypes.data for array in arrays]
+        self.table_addresses = [array.ctypes.data for array in arrays]
         self.rows: list[list[int]] = []
         self.sweeps: dict[tuple[int, int, bool], Sweep] = {}
 
@@ -82,7 +82,7 @@ class Plan:
 
 
 class Sweep:
-    """Passes over a plan's tensors as `sweep` takes them, with a number of threads.
+    """Passes over the tables' tensors as `sweep` takes them, with a number of threads.
 
     Attributes:
         parts: rows for `sweep`. Whole tensors have one part, which does it all, shards one for each
@@ -90,19 +90,21 @@ class Sweep:
         sums: of each phase, float64 (tensors, terms).
     """
 
-    def __init__(self, plan: Plan, number: int, threads: int, whole: bool) -> None:
-        phases = plan.rule.phases
+    def __init__(self, tables: Tables, number: int, threads: int, whole: bool) -> None:
+        phases = tables.rule.phases
         most = WINDOW * threads if whole and phases else sys.maxsize
-        windows = [(bucket, *window) for bucket in plan.buckets for window in bucket.windows(most)]
+        windows = [
+            (bucket, *window) for bucket in tables.buckets for window in bucket.windows(most)
+        ]
         begins = np.cumsum([0, *(chunks for _, _, chunks, _ in windows)])
         self.function = modules.sweep()
         self.threads = threads_for(sum(elements for *_, elements in windows), threads)
         self.partial = [np.empty((begins[-1], len(phase.sums))) for phase in phases]
-        self.sums = [np.empty((len(plan.address), len(phase.sums))) for phase in phases]
-        self.combined = np.array(job.tensor_words(0, 0, plan.tables), dtype=np.int64)
+        self.sums = [np.empty((len(tables.address), len(phase.sums))) for phase in phases]
+        self.combined = np.array(job.tensor_words(0, 0, tables.table_addresses), dtype=np.int64)
         self.tickets = np.zeros((len(windows), 1 + len(phases), 1 + threads, 8), dtype=np.int64)
         table = np.zeros((len(windows), 1 + len(phases), job.ROW // job.WORD), dtype=np.int64)
-        address, geometry, hyper, scalars = plan.tables
+        address, geometry, hyper, scalars = tables.table_addresses
         for w, (bucket, first, chunks, elements) in enumerate(windows):
             work = [address, geometry, bucket.chunk(first), hyper, scalars, 0]
             several = threads_for(elements, threads)
@@ -114,7 +116,7 @@ class Sweep:
             table[:, k, job.PARTIAL // job.WORD] = (
                 partial.ctypes.data + partial.strides[0] * begins[:-1]
             )
-            combine = plan.per_tensor[f"combine_{k}"].address if whole else 0
+            combine = tables.per_tensor[f"combine_{k}"].address if whole else 0
             table[:, k, job.TERMS // job.WORD :] = sums.shape[1], sums.ctypes.data, combine
         parts = [table] if whole else [table[:, k] for k in range(1 + len(phases))]
         self.parts = [np.ascontiguousarray(part).reshape(-1, table.shape[-1]) for part in parts]
@@ -151,7 +153,7 @@ def _compiled(module: ModuleType, names: list[str], suffix: str = "") -> dict[st
     return {name: c_function(module, name + suffix) for name in names}
 
 
-def _make_plan(batch: Batch) -> Plan:
+def _make_tables(batch: Batch) -> Tables:
     slots, rule = batch.slots, batch.rule
     members: dict[tuple, list[int]] = {}
     for t, slot in enumerate(slots):
@@ -170,7 +172,7 @@ def _make_plan(batch: Batch) -> Plan:
     geometry = [_geometry(slot) for slot in slots]
     per_tensor = ["begin", *(f"combine_{k}" for k in range(len(rule.phases)))]
     per_tensor += ["keep"] if rule.kept() else []
-    return Plan(
+    return Tables(
         rule=rule,
         buckets=buckets,
         per_tensor=_compiled(modules.scalars(rule), per_tensor),
@@ -181,15 +183,15 @@ def _make_plan(batch: Batch) -> Plan:
     )
 
 
-def current(batch: Batch) -> Plan:
-    """The plan of a batch, with this step's addresses."""
+def tables_for(batch: Batch) -> Tables:
+    """The tables of a batch, with this step's addresses."""
     if batch.tables is None:
-        batch.tables = _make_plan(batch)
-    plan: Plan = batch.tables
-    if plan.rows is not batch.addresses:
-        plan.address[:], plan.rows = batch.addresses, batch.addresses
+        batch.tables = _make_tables(batch)
+    tables: Tables = batch.tables
+    if tables.rows is not batch.addresses:
+        tables.address[:], tables.rows = batch.addresses, batch.addresses
     if batch.reused:
-        plan.address[:, G] = batch.gradient_addresses
+        tables.address[:, G] = batch.gradient_addresses
         for place, address in batch.copy_addresses.items():
-            plan.address[place, P] = address
-    return plan
+            tables.address[place, P] = address
+    return tables

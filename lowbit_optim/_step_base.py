@@ -1,4 +1,4 @@
-"""`PlansSteps`: a step of an optimizer's parameters, planned and run."""
+"""`StepBase`: a step of an optimizer's parameters, planned and run."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ import torch
 from torch import Tensor
 
 from lowbit_optim_kernels import dispatch, dither
+from lowbit_optim_kernels.batch import Slot, batches_of
 from lowbit_optim_kernels.formats import units
 from lowbit_optim_kernels.formats.float32 import FLOAT32
 from lowbit_optim_kernels.formats.layout import Layout
-from lowbit_optim_kernels.plan import Slot, batches_of
 from lowbit_optim_kernels.rules import Rule
 from lowbit_optim_kernels.step_plan import StepPlan, stand_in
 from lowbit_optim_kernels.weights import RESIDUAL_KEY
 
 from . import _gradients, _sharding
+from ._checkpoint_base import CheckpointBase
 from ._gathering import Copies
-from ._loads_state import LoadsState
 
 # Settings that decide how state is stored, what is compiled and which engine takes it.
 FORM = (
@@ -29,7 +29,7 @@ FORM = (
 )  # fmt: skip
 
 
-class PlansSteps(LoadsState):
+class StepBase(CheckpointBase):
     """An optimizer whose parameters are stepped together, by plans that are kept."""
 
     _captured: list[Any]

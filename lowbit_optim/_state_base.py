@@ -1,4 +1,4 @@
-"""`KeepsState`: the state of each of an optimizer's parameters, made, found and loaded."""
+"""`StateBase`: the state of each of an optimizer's parameters, made, found and loaded."""
 
 from __future__ import annotations
 
@@ -17,15 +17,23 @@ from lowbit_optim_kernels.rules import SQUARE, Lasting, Moment, Rule
 from lowbit_optim_kernels.rules.shared import with_clipping, with_dither
 from lowbit_optim_kernels.weights import RESIDUAL_KEY, Weights
 
-from . import _checkpoint, _checks, _saved, _sharding, _state
-from ._saved import Outlasted
+from . import (
+    _checks,
+    _saved_moments,
+    _saved_state,
+    _sharding,
+    _state_dicts,
+    _state_layout,
+    _tensor_checks,
+)
+from ._saved_moments import HarmlessMask
 from ._sharding import Share
-from ._state import Stored
+from ._state_layout import TensorSpec
 
 SLOW = 0.99  # an average with a larger coefficient may change by less than a code in a step
 
 
-class KeepsState(Optimizer):
+class StateBase(Optimizer):
     """What an optimizer keeps of its parameters, by the settings `group` that apply to each.
 
     Methods take plain tensors and, where they say so, DTensors, of which a rank keeps its shard.
@@ -84,7 +92,7 @@ class KeepsState(Optimizer):
 
     def _dithered(self, group: Mapping[str, Any]) -> frozenset[str]:
         """The keys of the moments whose codes are rounded by dither."""
-        format = _state.format_of(group)
+        format = _state_layout.format_of(group)
         if not (format.dithers and group["dither"]):
             return frozenset()
         hyper = self._hyper(group)
@@ -107,15 +115,15 @@ class KeepsState(Optimizer):
         """How the moments of a parameter are stored."""
         if p.numel() < group["min_8bit_size"]:
             return FLOAT32
-        return _state.format_of(group).of(self._moments(group))
+        return _state_layout.format_of(group).of(self._moments(group))
 
     def _weights(self, p: Tensor, group: Mapping[str, Any]) -> Weights:
         """How a parameter itself is stored."""
-        return _state.weights_of(p, group)
+        return _state_layout.weights_of(p, group)
 
     def _check_format(self, group: Mapping[str, Any]) -> None:
         """Raise a ValueError for a format that cannot keep what the rule does."""
-        format = _state.format_of(group)
+        format = _state_layout.format_of(group)
         moments = self._moments(group)
         refusal = format.refusal(moments)
         if refusal is not None:
@@ -151,11 +159,11 @@ class KeepsState(Optimizer):
         """Raise for numbers that no step leaves in a parameter's state."""
         moments = dict.fromkeys((*self._moments(group), *self.SAVED_MOMENTS))
         outlasted = self._outlasted(saved, group)
-        _checkpoint.check_values(saved, p, moments, self._lasting(group), outlasted)
+        _saved_state.check_values(saved, p, moments, self._lasting(group), outlasted)
         if self.step_required and "step" not in saved:
-            raise _saved.missing("step", saved)
+            raise _tensor_checks.missing("step", saved)
 
-    def _outlasted(self, saved: Mapping[str, Any], group: Mapping[str, Any]) -> Outlasted:
+    def _outlasted(self, saved: Mapping[str, Any], group: Mapping[str, Any]) -> HarmlessMask:
         """Where a weight stays finite though a saved 32-bit moment, the function's x, is not.
 
         A cautious one does after NaN, which never has the gradient's sign, and after infinity over
@@ -183,7 +191,9 @@ class KeepsState(Optimizer):
         saved = self._converted(saved, p, group)
         format, lasting = self._format(p, group), self._lasting(group)
         weights = self._weights(p, group)
-        return _checkpoint.fitted(saved, p, self._moments(group), format, lasting, weights)
+        return _saved_state.state_in_format(
+            saved, p, self._moments(group), format, lasting, weights
+        )
 
     def _converted(
         self, saved: dict[str, Any], p: Tensor, group: Mapping[str, Any]
@@ -193,14 +203,14 @@ class KeepsState(Optimizer):
 
     def _stored(
         self, p: Tensor, group: Mapping[str, Any], state: Mapping[str, Any]
-    ) -> dict[str, Stored]:
+    ) -> dict[str, TensorSpec]:
         """Every tensor that a step wants in a parameter's state; `state` is what there is."""
         starts = {moment: self._start(moment.key, group) for moment in self._moments(group)}
-        return _state.stored(
+        return _state_layout.state_layout(
             p, starts, self._format(p, group), self._lasting(group), self._weights(p, group)
         )
 
-    def _new(self, key: str, stored: Stored, p: Tensor, group: Mapping[str, Any]) -> Tensor:
+    def _new(self, key: str, stored: TensorSpec, p: Tensor, group: Mapping[str, Any]) -> Tensor:
         """How a state begins."""
         refuse_capture(p.device, "a parameter has no state yet; take one step before the capture")
         return torch.full(stored.shape, stored.start, dtype=stored.dtype, device=stored.device)
@@ -267,14 +277,16 @@ class KeepsState(Optimizer):
             state = {key: x for key, x in state.items() if key != RESIDUAL_KEY}
         missing = [key for key in stored if key not in state]
         if missing:
-            known = _saved.known(state, self._moments(group))  # in whatever format
-            kept = _saved.keys_of(known, self._format(p, group))
+            known = _saved_moments.present_moments(
+                state, self._moments(group)
+            )  # in whatever format
+            kept = _saved_moments.keys_of(known, self._format(p, group))
             new = {key: self._new(key, stored[key], p, group) for key in missing if key not in kept}
             state = {**state, **new}
         if all(tensor.like(state.get(key)) for key, tensor in stored.items()):
             return state
         where = f"the state of a parameter of shape {tuple(p.shape)} does not fit "
-        with _checkpoint.refusing(f"{where}{type(self).__name__}"):
+        with _state_dicts.refusing(f"{where}{type(self).__name__}"):
             return self._fitted(state, p, group)
 
 

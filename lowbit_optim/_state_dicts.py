@@ -1,29 +1,21 @@
-"""State dicts: the header, and how saved state is fitted to a parameter."""
+"""Whole state dicts: the header, parameter groups and entries of `state`."""
 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from numbers import Real
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lowbit_optim_kernels.formats import Format
-from lowbit_optim_kernels.plan import STEP_DTYPE
-from lowbit_optim_kernels.rules import Lasting, Moment
-from lowbit_optim_kernels.rules.shared import NORMS
-from lowbit_optim_kernels.weights import RESIDUAL_KEY, Weights, as_integers, converted
-
-from . import _manager, _saved, _state
-from ._settings import plain
+from . import _manager
+from ._saved_state import saved_step
+from ._settings import plain, plain_copy
 
 KEY = "lowbit_optim"
 FORMAT_VERSION = 2
-EXACT_IN_FP32 = 2**24  # every whole number up to here
-MOST_STEPS = 2**53  # and up to here in fp64
+
 # Settings of the optimizer at hand, not of the file.
 STORAGE_SETTINGS = ("optim_bits", "state_format", "min_8bit_size", "master_weight_bits")
 
@@ -43,11 +35,6 @@ def _with_saved_step(index: Any, one: Any) -> Any:
     is_state = isinstance(index, int) and isinstance(one, Mapping)
     counts = is_state and isinstance(one.get("step"), Tensor)
     return {**one, "step": saved_step(one["step"])} if counts else one
-
-
-def saved_step(step: Tensor) -> Tensor:
-    """A count of steps in fp32 while that is exact, in a tensor of its own."""
-    return step.to(torch.float32 if int(step) <= EXACT_IN_FP32 else torch.float64)
 
 
 @contextmanager
@@ -182,20 +169,9 @@ def merged_groups(optimizer: Optimizer, state_dict: Mapping[str, Any]) -> list[d
             )
         kept = {key: group[key] for key in ("params", *STORAGE_SETTINGS) if key in group}
         own = {key: group[key] for key in (*optimizer.defaults, "param_names") if key in group}
-        settings = {key: copied(value) for key, value in old.items() if key not in ignored}
+        settings = {key: plain_copy(value) for key, value in old.items() if key not in ignored}
         merged.append({**own, **lacking, **settings, **kept})
     return merged
-
-
-def copied(value: Any, device: torch.device | None = None) -> Any:
-    """A tree with tensors of its own, perhaps on another device, and `plain` else."""
-    if isinstance(value, Tensor):
-        return value.detach().to(device or value.device, copy=True)
-    if isinstance(value, dict):
-        return {key: copied(item, device) for key, item in value.items()}
-    if type(value) in (list, tuple):
-        return type(value)(copied(item, device) for item in value)
-    return plain(value)
 
 
 class SavedState(NamedTuple):
@@ -247,87 +223,4 @@ def other_entries(state_dict: Mapping[str, Any]) -> dict[Any, Any]:
     """What a user has put beside the parameters' states, which torch's optimizers carry along."""
     listed = {index for group in state_dict["param_groups"] for index in group["params"]}
     entries = state_dict["state"].items()
-    return {key: copied(value) for key, value in entries if key not in listed}
-
-
-def check_values(
-    saved: Mapping[str, Any], p: Tensor, moments: Iterable[Moment], lasting: Iterable[Lasting],
-    outlasted: _saved.Outlasted,
-) -> None:  # fmt: skip
-    """Refuse numbers that no step leaves behind, and that would make parameters non-finite."""
-    _saved.require_values(saved, p)
-    if "step" in saved:
-        as_step(saved["step"])
-    for x in dict.fromkeys((*lasting, NORMS)):
-        if x.key in saved:
-            _check_lasting(x, saved[x.key])
-        elif not x.history:
-            raise _saved.missing(x.key, saved)
-    if RESIDUAL_KEY in saved:
-        _check_residual(saved[RESIDUAL_KEY], p)
-    there = _saved.known(saved, tuple(moments))
-    for unit in _saved.saved_units(saved, there):
-        _saved.check(saved, p, unit, outlasted)
-
-
-def _check_residual(value: Any, p: Tensor) -> None:
-    _saved.require_shape(repr(RESIDUAL_KEY), value, p.shape)
-    allowed = torch.int8, torch.int16, torch.bfloat16  # the last are an int16's bits, of DTensors
-    _saved.require_dense(RESIDUAL_KEY, value, allowed)
-
-
-def _residual(saved: Mapping[str, Any], p: Tensor, dtype: torch.dtype) -> Tensor:
-    """What is kept beside a parameter; nothing where none is saved."""
-    value = saved.get(RESIDUAL_KEY)
-    if value is None:
-        return torch.zeros(p.shape, dtype=dtype, device=p.device)
-    _saved.require_shape(repr(RESIDUAL_KEY), value, p.shape)
-    moved = value.detach().to(p.device, copy=True).contiguous()
-    return converted(as_integers(moved), dtype)
-
-
-def as_step(value: Any) -> int:
-    """The number of steps that a checkpoint says have been taken."""
-    if isinstance(value, Tensor) and (value.numel() != 1 or value.is_complex()):
-        raise ValueError(f"'step' must be one number, got a tensor of shape {tuple(value.shape)}")
-    step = value.item() if isinstance(value, Tensor) else value
-    whole = isinstance(step, Real) and not isinstance(step, bool) and step == step // 1
-    if not whole or not 0 <= step <= MOST_STEPS:
-        raise ValueError(f"'step' must be a whole number >= 0, got {step!r}")
-    return int(step)
-
-
-def _check_lasting(x: Lasting, value: Any) -> None:
-    if not isinstance(value, Tensor) or tuple(value.shape) != x.shape:
-        got = tuple(value.shape) if isinstance(value, Tensor) else value
-        raise ValueError(f"{x.key!r} must have shape {x.shape}; got {got!r}")
-    _saved.require_dense(x.key, value)
-    good = (value >= 0) & value.isfinite()
-    if not bool(good.all() or (x.history and (value == x.start).all())):
-        raise ValueError(f"{x.key!r} must hold finite numbers >= 0")
-
-
-def fitted(
-    saved: Mapping[str, Any], p: Tensor, moments: tuple[Moment, ...], format: Format,
-    lasting: Iterable[Lasting], kept_as: Weights,
-) -> dict[str, Any]:  # fmt: skip
-    """A parameter's state, copied from `saved`, on the parameter's device and in this format."""
-    if not saved:
-        return {}  # torch.optim.SGD before its first step with momentum
-    kept, used = _saved.fitted(saved, p, moments, format)
-    # torch.optim.SGD counts no steps: a momentum buffer says that there has been one.
-    step = as_step(saved.get("step", 1))
-    # In the order of `_state.stored`: who compares two state dicts walks through both at once.
-    state: dict[str, Any] = {"step": torch.tensor(step, dtype=STEP_DTYPE, device=p.device)}
-    used |= {RESIDUAL_KEY}
-    if kept_as.residual is not None:
-        state[RESIDUAL_KEY] = _residual(saved, p, kept_as.residual)
-    for x in dict.fromkeys((*lasting, NORMS)):
-        if x.key in saved:
-            dtype = _state.stored_of(x, p).dtype
-            state[x.key] = saved[x.key].detach().to(p.device, dtype, copy=True)
-    state |= kept
-    for key, value in saved.items():
-        if key not in used | state.keys():
-            state[key] = copied(value, p.device)
-    return state
+    return {key: plain_copy(value) for key, value in entries if key not in listed}

@@ -1,4 +1,4 @@
-"""`LoadsState`: state dicts of an optimizer, written and read."""
+"""`CheckpointBase`: state dicts of an optimizer, written and read."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ from torch import Tensor
 from lowbit_optim_kernels.formats import units
 from lowbit_optim_kernels.reading import same_objects
 
-from . import _checkpoint, _checks, _saved, _sharding
+from . import _cast_checks, _checks, _settings, _sharding, _state_dicts
 from ._agreement import agreeing
 from ._foreign.load import as_ours
 from ._gradients import is_left_alone
-from ._keeps_state import KeepsState
 from ._manager import Overrides
 from ._settings import PREVIOUS_NORM, Settings, as_number, resolved
+from ._state_base import StateBase
 
 
 @contextmanager
 def _collecting(errors: list[ValueError], where: str) -> Iterator[None]:
     """Go on after what is refused: other ranks may go on to where all are needed."""
     try:
-        with _checkpoint.refusing(where):
+        with _state_dicts.refusing(where):
             yield
     except ValueError as error:
         errors.append(error)
@@ -53,7 +53,7 @@ def _steppable() -> Iterator[None]:
         yield
 
 
-class LoadsState(KeepsState):
+class CheckpointBase(StateBase):
     """An optimizer's state dicts: its settings and the state of its parameters, out and in."""
 
     _settings: Settings
@@ -76,8 +76,8 @@ class LoadsState(KeepsState):
         Raises:
             ValueError: if `state` has a parameter that is in no parameter group.
         """
-        if _checkpoint.add_header not in self._optimizer_state_dict_post_hooks.values():
-            self.register_state_dict_post_hook(_checkpoint.add_header, prepend=True)
+        if _state_dicts.add_header not in self._optimizer_state_dict_post_hooks.values():
+            self.register_state_dict_post_hook(_state_dicts.add_header, prepend=True)
         self._listed()  # which refuses what would be read only once
         try:
             return super().state_dict()
@@ -117,14 +117,14 @@ class LoadsState(KeepsState):
         # What one rank can look at alone comes first: a rank that raises while others ask all for
         # their shards would leave them waiting.
         with agreeing(params) as its_saved:
-            state_dict = _checkpoint.after_hooks(self, state_dict)
+            state_dict = _state_dicts.after_hooks(self, state_dict)
             with _steppable():
                 state_dict, groups = self._checked(state_dict)
-            found = list(_checkpoint.saved_states(groups, state_dict))
+            found = list(_state_dicts.saved_states(groups, state_dict))
             its_saved.update((one.p, one.state) for one in found)
         with agreeing(params), _steppable():
             state = self._states_from(found)
-            state.update(_checkpoint.other_entries(state_dict))
+            state.update(_state_dicts.other_entries(state_dict))
         self.__setstate__({"state": defaultdict(dict, state), "param_groups": groups})
         for post_hook in self._optimizer_load_state_dict_post_hooks.values():
             post_hook(self)
@@ -140,18 +140,18 @@ class LoadsState(KeepsState):
         """A state dict in this package's terms, and its groups; nothing has been changed."""
         state_dict = as_ours(self, state_dict)
         known = {key for group in (self.defaults, *self.param_groups) for key in group}
-        _checkpoint.check_header(state_dict, self.family, known)
+        _state_dicts.check_header(state_dict, self.family, known)
         for index, group in enumerate(self.param_groups):
             self._settings.settle(index, group)
-        groups = _checkpoint.merged_groups(self, state_dict)
+        groups = _state_dicts.merged_groups(self, state_dict)
         for index, group in enumerate(groups):
-            with _checkpoint.refusing(f"parameter group {index} of state_dict"):
+            with _state_dicts.refusing(f"parameter group {index} of state_dict"):
                 self._check(resolved({**self.defaults, **group}))
                 norm = as_number(group.get(PREVIOUS_NORM, 0.0), wait=True)
                 _checks.number(PREVIOUS_NORM, norm, 0.0)
         return state_dict, groups
 
-    def _states_from(self, found: list[_checkpoint.SavedState]) -> dict[Any, Any]:
+    def _states_from(self, found: list[_state_dicts.SavedState]) -> dict[Any, Any]:
         """The parameters' states of what `saved_states` has found; nothing has been changed."""
         state: dict[Any, Any] = {}
         errors: list[ValueError] = []
@@ -159,7 +159,7 @@ class LoadsState(KeepsState):
             settings = resolved(group)
             ((_, part),) = self._overridden({**settings, "params": [p]})
             if is_left_alone(p):
-                state[p] = _checkpoint.copied(saved)
+                state[p] = _settings.plain_copy(saved)
                 continue
             where = f"state_dict does not fit {type(self).__name__}: {place}"
             kept = saved
@@ -169,8 +169,8 @@ class LoadsState(KeepsState):
                     residual = None
                 own = self._format(p, part)
                 cast_to = residual, own if own is self._format(p, settings) else None
-                _saved.require_uncast(saved, p, moments, saved_group, *cast_to)
-                kept = _saved.without_own(saved, moments, saved_group, own)
+                _cast_checks.require_uncast(saved, p, moments, saved_group, *cast_to)
+                kept = _cast_checks.without_own(saved, moments, saved_group, own)
             with _collecting(errors, where):
                 state[p] = self._state_from(kept, p, part)
         if errors:

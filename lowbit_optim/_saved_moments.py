@@ -1,0 +1,194 @@
+"""Moments of a saved state: the format they are in, whether they are sound, and how they fit."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lowbit_optim_kernels import dispatch
+from lowbit_optim_kernels.formats import (
+    FORMATS,
+    Format,
+    Unit,
+    compute_dtype,
+    finite_in_all,
+    units,
+)
+from lowbit_optim_kernels.rules import Moment
+
+from ._tensor_checks import REAL, missing, require_dense, require_scales, require_shape
+
+Moments = tuple[Moment, ...]
+HarmlessMask = Callable[[Tensor], Tensor]
+
+
+def formats_of(saved: Mapping[str, Any], moments: Moments) -> dict[Format, set[str]]:
+    """The formats whose tensors for these moments are all there, with their keys."""
+    return {
+        format: keys
+        for format in FORMATS.values()
+        if format.refusal(moments) is None and (keys := keys_of(moments, format)) <= saved.keys()
+    }
+
+
+def _format_of(saved: Mapping[str, Any], moments: Moments) -> Format | None:
+    """Of the formats whose tensors for these moments are all there the one with most."""
+    there = formats_of(saved, moments)
+    return max(there, key=lambda format: len(there[format]), default=None)
+
+
+def present_moments(saved: Mapping[str, Any], moments: Moments) -> Moments:
+    """Those of these moments that saved state has, in whatever format."""
+    if _format_of(saved, moments) is not None:
+        return moments
+    return tuple(moment for moment in moments if _format_of(saved, (moment,)) is not None)
+
+
+def is_exact(saved: Mapping[str, Any], moment: Moment) -> bool:
+    """Whether saved state has a moment as it was computed."""
+    return all(unit.format.exact for unit in saved_units(saved, (moment,)))
+
+
+def keys_of(moments: Moments, format: Format) -> set[str]:
+    """The keys of these moments' tensors in a format."""
+    return {part.key for unit in units(moments, format) for part in unit.parts}
+
+
+def saved_units(saved: Mapping[str, Any], moments: Moments) -> tuple[Unit, ...]:
+    """How saved state keeps these moments: in one format, or each in one of its own.
+
+    Raises:
+        ValueError: if tensors of a moment are missing, or there are more than its format has.
+    """
+    each = [_format_of(saved, (moment,)) for moment in moments]
+    if None in each:  # formats may keep moments in tensors that tell none of them apart
+        whole = _format_of(saved, moments)
+        if whole is None:
+            raise missing(moments[each.index(None)].key, saved)
+        return units(moments, whole)
+    of_format: dict[Format, list[Moment]] = {}
+    for moment, format in zip(moments, each, strict=True):
+        if format is not None:
+            of_format.setdefault(format, []).append(moment)
+    return tuple(unit for format, some in of_format.items() for unit in units(tuple(some), format))
+
+
+def check_unit(saved: Mapping[str, Any], p: Tensor, unit: Unit, harmless: HarmlessMask) -> None:
+    """Raise a ValueError for tensors of a unit that no step leaves behind.
+
+    `harmless` says where weights outlast a moment that is not finite.
+    """
+    check_shapes(saved, p, unit)
+    for part in unit.parts:
+        value = saved[part.key]
+        if part.per_block:
+            require_scales(part.key, value)
+        else:
+            require_dense(part.key, value, REAL if part.dtype is None else (part.dtype,))
+    if unit.format.exact:
+        for moment in unit.moments:
+            _check_numbers(moment, saved[moment.key].detach(), p, harmless)
+
+
+def check_shapes(saved: Mapping[str, Any], p: Tensor, unit: Unit) -> None:
+    """Raise a ValueError for tensors that are not of the shapes that belong to the parameter's."""
+    for part in unit.parts:
+        value, wanted = saved[part.key], part.shape(p.shape, unit.format.block)
+        if part.per_block:
+            needed = f"{wanted} is needed for a parameter of {tuple(p.shape)}"
+            require_shape(part.key, value, wanted, needed)
+        else:
+            require_shape(repr(part.key), value, wanted)
+        if part.dtype is None and not (value.is_floating_point() or value.is_complex()):
+            raise ValueError(
+                f"{part.key!r} is {value.dtype} and its scales {_scales_of(part.key)} are missing; "
+                f"state formats that are known here: {', '.join(FORMATS)}"
+            )
+        if part.dtype is not None and not part.per_block and value.dtype in REAL:
+            scales = ", ".join(other.key for other in unit.parts if other.per_block)
+            raise ValueError(f"{part.key!r} is {value.dtype} and its scales {scales} are present")
+
+
+def _scales_of(key: str) -> str:
+    """What the formats call the scales of a moment."""
+    moments = (Moment(key),)
+    found = [units(moments, f) for f in FORMATS.values() if f.refusal(moments) is None]
+    parts = [part for made in found for unit in made for part in unit.parts]
+    return " or ".join(sorted({part.key for part in parts if part.per_block}, reverse=True))
+
+
+def _check_numbers(moment: Moment, value: Tensor, p: Tensor, harmless: HarmlessMask) -> None:
+    # An infinite square freezes its weight, as in torch.optim; no other such number is harmless,
+    # unless the weight is lost already, or outlasts it.
+    if moment.signed:
+        good = value.isfinite() | harmless(value)
+    else:
+        good = (value >= 0) | (harmless(value) & ~(value < 0))
+    if p.device.type != "meta":
+        good = good.to(p.device) | ~p.detach().isfinite()
+    if not bool(good.all()):
+        allowed = "finite" if moment.signed else ">= 0"
+        raise ValueError(f"{moment.key!r} has elements that are not {allowed}")
+
+
+def unit_tensors(saved: Mapping[str, Any], p: Tensor, unit: Unit) -> dict[str, Tensor]:
+    """A unit's saved tensors on the parameter's device, in the dtypes of its parts."""
+    return {
+        part.key: saved[part.key]
+        .detach()
+        .to(device=p.device, dtype=part.dtype or compute_dtype(p), copy=True)
+        .contiguous()
+        for part in unit.parts
+    }
+
+
+def decoded(stored: Iterable[Tensor], p: Tensor, unit: Unit) -> list[Tensor]:
+    """The numbers of the moments of a parameter's unit."""
+    return dispatch.decode(unit, list(stored), p.shape, compute_dtype(p))
+
+
+def moments_in_format(
+    saved: Mapping[str, Any], p: Tensor, moments: Moments, format: Format
+) -> tuple[dict[str, Tensor], set[str]]:
+    """Moments as a parameter is to keep them, and the keys that have been read for that.
+
+    Codes that stay in their format are copied bit for bit.
+    """
+    there = saved_units(saved, moments)
+    for unit in there:
+        check_shapes(saved, p, unit)
+    formats = {moment: unit.format for unit in there for moment in unit.moments}
+    state: dict[str, Tensor] = {}
+    numbers: dict[Moment, Tensor] = {}
+    for wanted in units(moments, format):
+        same = tuple(m for m in wanted.moments if formats[m] is wanted.format)
+        for unit in units(same, wanted.format):
+            state.update(unit_tensors(saved, p, unit))
+        other = tuple(m for m in wanted.moments if m not in same)
+        if not other:
+            continue
+        if not numbers:
+            for unit in there:
+                values = decoded(unit_tensors(saved, p, unit).values(), p, unit)
+                numbers.update(zip(unit.moments, values, strict=True))
+        values = [numbers[moment] for moment in other]
+        if not wanted.format.exact:  # as in a step
+            values = finite_in_all(values)
+        for unit in units(other, wanted.format):
+            state.update(dispatch.encode(unit, values, p.shape))
+    return state, {part.key for unit in there for part in unit.parts}
+
+
+def read_with_error(saved: Mapping[str, Any], p: Tensor, moment: Moment) -> tuple[Tensor, Tensor]:
+    """A saved moment's numbers, and how far from them what was rounded to them may have been."""
+    (unit,) = saved_units(saved, (moment,))
+    check_shapes(saved, p, unit)
+    stored = list(unit_tensors(saved, p, unit).values())
+    (x,) = decoded(stored, p, unit)
+    if unit.format.exact:
+        return x, torch.finfo(saved[moment.key].dtype).eps * x.abs()
+    neighbours = [decoded(near, p, unit)[0] for near in unit.format.neighbours(stored)]
+    return x, torch.stack([(y - x).abs() for y in neighbours]).amax(0) / 2

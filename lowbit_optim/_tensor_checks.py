@@ -1,0 +1,49 @@
+"""Checks of saved tensors: shape, dtype, layout, values."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+REAL = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
+
+
+def missing(key: str, saved: Mapping[str, Any]) -> ValueError:
+    """The error that saved state has nothing under a key."""
+    return ValueError(f"it has no {key!r}, only {sorted(map(str, saved))}")
+
+
+def require_shape(name: str, value: Any, shape: Sequence[int], needed: str = "") -> None:
+    """Refuse what is no tensor of this shape, by default its parameter's."""
+    if not isinstance(value, Tensor) or tuple(value.shape) != tuple(shape):
+        got = tuple(value.shape) if isinstance(value, Tensor) else value
+        needed = needed or f"its parameter {tuple(shape)}"
+        raise ValueError(f"{name} has shape {got!r}, {needed}")
+
+
+def require_values(saved: Mapping[str, Any], p: Tensor) -> None:
+    """Refuse tensors on the meta device, unless the parameter is there, too."""
+    for key, value in saved.items():
+        if isinstance(value, Tensor) and value.device.type == "meta" and p.device.type != "meta":
+            raise ValueError(f"{key!r} is a tensor on the meta device, which has no values")
+
+
+def require_dense(key: str, value: Any, dtypes: tuple[torch.dtype | None, ...] = REAL) -> None:
+    """Refuse what is no tensor of one of these dtypes, or a sparse one."""
+    if not isinstance(value, Tensor):
+        raise ValueError(f"{key!r} must be a tensor, got {value!r}")
+    if value.dtype not in dtypes or value.layout != torch.strided:
+        allowed = ", ".join(map(str, dtypes))
+        raise ValueError(
+            f"{key!r} must be a dense tensor of {allowed}; got {value.dtype}, {value.layout}"
+        )
+
+
+def require_scales(key: str, value: Any) -> None:
+    """Refuse scales that are no dense numbers, negative or not finite."""
+    require_dense(key, value)
+    if not bool(((value >= 0) & value.isfinite()).all()):
+        raise ValueError(f"{key!r} has scales that are negative or not finite")
