@@ -10,7 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ._sharding import dealt_alike, is_dtensor
+from ._sharding import all_placed_as, is_dtensor
 
 KINDS = ("no state", "whole tensors", "shards")  # of a saved state
 
@@ -54,7 +54,7 @@ def _agree(
     dtensors = [p for p in params if is_dtensor(p)]
     for mesh in sorted({p.device_mesh for p in dtensors}, key=_order):
         of_mesh = [p for p in dtensors if p.device_mesh == mesh]
-        kinds = [1 + dealt_alike(saved[p], p) if p in saved else 0 for p in of_mesh]
+        kinds = [1 + all_placed_as(saved[p], p) if p in saved else 0 for p in of_mesh]
         entries = [_digest(saved.get(p, {})) for p in of_mesh]
         numbers = [*kinds, *entries]
         most = torch.tensor(

@@ -71,7 +71,7 @@ def without_own(
     if len(there) < 2:
         return dict(saved)
     named = _named_by(group)
-    kept = None if named is None or named is own else there.get(named.of(coded))
+    kept = None if named is None or named is own else there.get(named.for_moments(coded))
     if kept is None:
         names = " and ".join(repr(format.name) for format in there)
         raise ValueError(

@@ -3,21 +3,21 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Set
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from lowbit_optim_kernels.formats import units
-from lowbit_optim_kernels.reading import same_objects
 
 from . import _cast_checks, _checks, _settings, _sharding, _state_dicts
 from ._agreement import agreeing
 from ._foreign.load import as_ours
 from ._gradients import is_left_alone
 from ._manager import Overrides
+from ._parameter_numbers import ParameterNumbers, Place, parameters_of
 from ._settings import PREVIOUS_NORM, Settings, as_number, resolved
 from ._state_base import StateBase
 
@@ -32,20 +32,6 @@ def _collecting(errors: list[ValueError], where: str) -> Iterator[None]:
         errors.append(error)
 
 
-class Place(NamedTuple):
-    """Where a parameter is among those of an optimizer.
-
-    Attributes:
-        number: what `state_dict()` calls it.
-        group: its group's index.
-        position: in the group.
-    """
-
-    number: int
-    group: int
-    position: int
-
-
 @contextmanager
 def _steppable() -> Iterator[None]:
     """Make tensors that a later step may write, under `torch.inference_mode()`, too."""
@@ -58,13 +44,11 @@ class CheckpointBase(StateBase):
 
     _settings: Settings
     _overrides: Overrides
-    _places: dict[Tensor, Place]
-    _numbered: list[Tensor]
-    _numbering: int
+    _numbers: ParameterNumbers
 
     def _overridden(self, settings: Mapping[str, Any]) -> list[tuple[Any, Mapping[str, Any]]]:
         """Settings by what `GlobalOptimManager` overrides of the parameters."""
-        return self._overrides.parts(settings, self._check)
+        return self._overrides.parts(settings, self._check_settings)
 
     def state_dict(self) -> dict[str, Any]:
         """The state as tensors, numbers, strings, lists and dicts only.
@@ -78,7 +62,7 @@ class CheckpointBase(StateBase):
         """
         if _state_dicts.add_header not in self._optimizer_state_dict_post_hooks.values():
             self.register_state_dict_post_hook(_state_dicts.add_header, prepend=True)
-        self._listed()  # which refuses what would be read only once
+        parameters_of(self.param_groups)  # which refuses what would be read only once
         try:
             return super().state_dict()
         except KeyError:  # an address, which says nothing
@@ -87,7 +71,7 @@ class CheckpointBase(StateBase):
 
     def _require_listed(self) -> None:
         """Refuse state of parameters that are in no parameter group."""
-        listed = set(self._listed())
+        listed = set(parameters_of(self.param_groups))
         for p in self.state:
             if isinstance(p, Tensor) and p not in listed:
                 raise ValueError(
@@ -113,7 +97,7 @@ class CheckpointBase(StateBase):
             ValueError: when it is of another optimizer, of a newer format, or does not fit the
                 parameters; nothing has been changed then.
         """
-        params = self._listed()
+        params = parameters_of(self.param_groups)
         # What one rank can look at alone comes first: a rank that raises while others ask all for
         # their shards would leave them waiting.
         with agreeing(params) as its_saved:
@@ -146,7 +130,7 @@ class CheckpointBase(StateBase):
         groups = _state_dicts.merged_groups(self, state_dict)
         for index, group in enumerate(groups):
             with _state_dicts.refusing(f"parameter group {index} of state_dict"):
-                self._check(resolved({**self.defaults, **group}))
+                self._check_settings(resolved({**self.defaults, **group}))
                 norm = as_number(group.get(PREVIOUS_NORM, 0.0), wait=True)
                 _checks.number(PREVIOUS_NORM, norm, 0.0)
         return state_dict, groups
@@ -172,7 +156,7 @@ class CheckpointBase(StateBase):
                 _cast_checks.require_uncast(saved, p, moments, saved_group, *cast_to)
                 kept = _cast_checks.without_own(saved, moments, saved_group, own)
             with _collecting(errors, where):
-                state[p] = self._state_from(kept, p, part)
+                state[p] = self._loaded_state(kept, p, part)
         if errors:
             raise errors[0]
         return state
@@ -196,53 +180,19 @@ class CheckpointBase(StateBase):
         return any(x.numel() for x in scales) and not any(bool(x.any()) for x in scales)
 
     def _renumbered(self) -> list[Tensor]:
-        """All parameters; `_numbering` is another one if some have new numbers in `state_dict()`.
-
-        Their random bits follow from these, which lists that users change may shift unnoticed.
-        """
-        listed = self._listed()
-        if not same_objects(listed, self._numbered):
-            self._numbered, self._numbering = listed, self._numbering + 1
+        """All parameters; `_numbers.version` is another one if some have new numbers."""
+        listed = parameters_of(self.param_groups)
+        if self._numbers.renew(listed):
             self._overrides.keep(listed)
         return listed
 
-    def _listed(self) -> list[Tensor]:
-        """All parameters, in the order of their numbers."""
-        for index, group in enumerate(self.param_groups):
-            # One is empty the next time, the other has no order.
-            if isinstance(group["params"], (Iterator, Set)):
-                raise TypeError(
-                    f"params of parameter group {index} must be a list; got "
-                    f"{type(group['params']).__name__}"
-                )
-            if not hasattr(group["params"], "__getitem__"):
-                group["params"] = list(group["params"])
-        return [p for group in self.param_groups for p in group["params"]]
-
     def _place(self, p: Tensor) -> Place:
-        """Where a parameter is; users may have changed the groups since it was last asked."""
+        """A parameter's place; users may have changed the groups since it was last asked."""
         if not isinstance(p, Tensor):
             raise TypeError(f"a parameter must be a tensor; got {p!r}")
-        if not self._is_at(p, self._places.get(p)):
-            listed = [
-                (one, i, k)
-                for i, group in enumerate(self.param_groups)
-                for k, one in enumerate(group["params"])
-            ]
-            self._places = {}
-            for number, (one, index, position) in enumerate(listed):
-                self._places.setdefault(one, Place(number, index, position))
-        if p not in self._places:
+        place = self._numbers.place_of(p, self.param_groups)
+        if place is None:
             raise ValueError(
                 f"a parameter of shape {tuple(p.shape)} is not in this {type(self).__name__}"
             )
-        return self._places[p]
-
-    def _is_at(self, p: Tensor, place: Place | None) -> bool:
-        if place is None or place.group >= len(self.param_groups):
-            return False
-        params = self.param_groups[place.group]["params"]
-        if place.position >= len(params) or params[place.position] is not p:
-            return False
-        before = sum(len(group["params"]) for group in self.param_groups[: place.group])
-        return place.number == before + place.position
+        return place

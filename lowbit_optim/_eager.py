@@ -63,7 +63,7 @@ class Extra(NamedTuple):
 
     Attributes:
         shape: of its tensor.
-        start: what it is filled with at first, unless the optimizer's `_new` says otherwise.
+        start: its first value everywhere, unless the optimizer's `_initial_tensor` says otherwise.
         must_be: ">= 0" or "> 0" if its numbers have to be, else "".
     """
 
@@ -170,8 +170,10 @@ class EagerOptimizer(LowBitOptimizer):
             if key in saved:
                 _check_extra(key, saved[key], extra.must_be)
 
-    def _fitted(self, saved: dict[str, Any], p: Tensor, group: Mapping[str, Any]) -> dict[str, Any]:
-        state = super()._fitted(saved, p, group)
+    def _state_for_settings(
+        self, saved: dict[str, Any], p: Tensor, group: Mapping[str, Any]
+    ) -> dict[str, Any]:
+        state = super()._state_for_settings(saved, p, group)
         if not state:
             return state
         steps = _saved_state.as_step(saved["step"])
@@ -185,7 +187,7 @@ class EagerOptimizer(LowBitOptimizer):
         return state
 
     def _step_groups(self) -> None:
-        self._places = {}
+        self._numbers.forget_places()
         self._renumbered()
         if torch.cuda.is_initialized():
             refuse_capture(torch.device("cuda"), "the host decides in every step what to do")
@@ -195,7 +197,7 @@ class EagerOptimizer(LowBitOptimizer):
         todo = [(p, g, part) for part in parts for p, g, _ in self._checked_gradients(part)]
         states = {p: self._state_of(p, p, part, self._share(p, part)) for p, _, part in todo}
         self.state.update(states)
-        found_inf = self._scaler("found_inf")
+        found_inf = self._amp_tensor("found_inf")
         # The only value ever read back, and only under a GradScaler, which for most of torch's
         # optimizers reads it back itself.
         if found_inf is not None and bool(found_inf):
@@ -255,7 +257,7 @@ class EagerOptimizer(LowBitOptimizer):
         self, g: Tensor, t: int, group: Mapping[str, Any], state: Mapping[str, Any]
     ) -> Tensor:
         """The gradient without the loss scale, flipped by `maximize`, and clipped."""
-        grad_scale = self._scaler("grad_scale")
+        grad_scale = self._amp_tensor("grad_scale")
         if grad_scale is not None:
             g = g / grad_scale.to(device=g.device, dtype=g.dtype)
         if group["maximize"]:
@@ -295,8 +297,8 @@ class EagerOptimizer(LowBitOptimizer):
             numel=p.numel(), tensor_key=key,
         )  # fmt: skip
         batch = Batch(rule, [slot], p.device, dispatch.engine_for(values[0]).name)
-        batch.look()
-        fits = batch.place, batch.key  # as tables of step plans
+        batch.note_addresses()
+        fits = batch.identity, batch.key  # as tables of step plans
         before, tables = self._tables.get(key, (None, None))
         batch.tables = tables if before == fits else None
         dispatch.step([batch])

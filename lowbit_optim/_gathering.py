@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lowbit_optim_kernels.batch import ALIGNMENT
+from lowbit_optim_kernels.batch import ACCESS_BYTES
 from lowbit_optim_kernels.engines.registry import is_wrapper
 
 from ._sharding import sharded_dims
@@ -76,7 +76,7 @@ class _Alike:
 
     def _empty(self, like: Tensor) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
         """Memory of the whole tensors: as a rank has it of all of them, and as each of them."""
-        numel, unit = self.shape.numel(), max(1, ALIGNMENT // like.element_size())
+        numel, unit = self.shape.numel(), max(1, ACCESS_BYTES // like.element_size())
         wholes = like.new_empty(len(self.index), -(-numel // unit) * unit)[:, :numel]
         each: Sequence[Tensor] = wholes.unbind()
         each = each if len(self.shape) == 1 else [x.view(self.shape) for x in each]

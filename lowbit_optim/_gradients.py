@@ -15,7 +15,7 @@ from . import _sharding
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
-def of(params: Sequence[Tensor]) -> list[Tensor | None]:
+def gradients_of(params: Sequence[Tensor]) -> list[Tensor | None]:
     """Each parameter's gradient, without asking subclasses such as DTensor how to get at it."""
     with torch._C.DisableTorchFunctionSubclass():
         return [p.grad for p in params]

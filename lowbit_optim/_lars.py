@@ -158,7 +158,7 @@ class LARS(TrustOptimizer):
         inside = group["scale_at"] == "lr" and not trust
         momentum, caution = group["momentum"] != 0, group["cautious"]
         options = momentum, group["nesterov"], trust, cap, inside, caution
-        return self._cached_rule(rules_sgd.lars, *options)
+        return self._cached_rule(rules_sgd.lars_rule, *options)
 
     def _hyper(self, group: Mapping[str, Any]) -> dict[str, float | Tensor]:
         return {

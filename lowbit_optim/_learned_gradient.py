@@ -157,14 +157,16 @@ class LearnedGradient(EagerOptimizer):
                 extras.update(dict.fromkeys(pair, Extra((size, size))))
         return extras
 
-    def _new(self, key: str, stored: TensorSpec, p: Tensor, group: Mapping[str, Any]) -> Tensor:
+    def _initial_tensor(
+        self, key: str, stored: TensorSpec, p: Tensor, group: Mapping[str, Any]
+    ) -> Tensor:
         if key == "param_rms":
             return _first_rms(p.detach(), stored.dtype, group)
         if key.startswith("lr_"):
             return torch.eye(*stored.shape, dtype=stored.dtype, device=stored.device)
-        return super()._new(key, stored, p, group)
+        return super()._initial_tensor(key, stored, p, group)
 
-    def _begin_again(self, p: Tensor, group: Mapping[str, Any]) -> None:
+    def _restart_from_weight(self, p: Tensor, group: Mapping[str, Any]) -> None:
         state = self.state.get(p)
         if state and "param_rms" in state and int(state["step"]) == 0:
             size = state["param_rms"]

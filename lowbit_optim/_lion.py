@@ -81,7 +81,9 @@ class Lion(LowBitOptimizer):
         super()._validate(group)
         _checks.numbers(group, *self.HYPER)
 
-    def _outlasted(self, saved: Mapping[str, Any], group: Mapping[str, Any]) -> HarmlessMask:
+    def _harmless_nonfinite(
+        self, saved: Mapping[str, Any], group: Mapping[str, Any]
+    ) -> HarmlessMask:
         return lambda x: torch.ones_like(x, dtype=torch.bool)  # its sign is -1, 0 or 1
 
     def _rule(self, group: Mapping[str, Any]) -> Rule:

@@ -14,14 +14,13 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from . import _checks
 from ._arguments import NOT_SETTINGS
-from ._settings import Validate, resolved, with_storage
+from ._settings import COMMON_DEFAULTS, Validate, resolved, with_storage
 
 NOT_PER_PARAMETER = ("foreach", "fused", "capturable", "differentiable")
 NEUTRAL = {
     "lr": 0.0, "optim_bits": 32, "min_8bit_size": 4096, "percentile_clipping": 100,
-    "max_unorm": 0.0, "state_format": None, "dither": True, "seed": 0,
-    "master_weight_bits": "auto", "maximize": False, "capturable": False,
-    "differentiable": False, "foreach": None, "fused": None,
+    "max_unorm": 0.0, "maximize": False, "capturable": False, "differentiable": False,
+    "foreach": None, "fused": None, **COMMON_DEFAULTS,
 }  # fmt: skip
 
 _all_settings: dict[str, None] = {}

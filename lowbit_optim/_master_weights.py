@@ -78,7 +78,7 @@ def load_master_weights(
             _check_weight(name, given[name], p)
     for name, p, group in members:
         set_weight(optimizer, p, group, given[name])
-        optimizer._begin_again(p, group)
+        optimizer._restart_from_weight(p, group)
 
 
 def _check_weight(name: Name, weight: Any, p: Tensor) -> None:

@@ -13,11 +13,9 @@ from lowbit_optim_kernels.rules import Moment, Rule
 from lowbit_optim_kernels.step_plan import StepPlan
 
 from . import _checks, _gradients, _manager, _settings
-from ._settings import Settings, plain, resolved
+from ._parameter_numbers import ParameterNumbers
+from ._settings import COMMON_DEFAULTS, Settings, plain, resolved
 from ._step_base import StepBase
-
-# Settings that every group has, whether or not the class has arguments for them.
-EVERYWHERE = {"state_format": None, "dither": True, "seed": 0, "master_weight_bits": "auto"}
 
 
 class LowBitOptimizer(StepBase):
@@ -52,13 +50,13 @@ class LowBitOptimizer(StepBase):
 
     def __init__(self, params: Any, defaults: dict[str, Any], args: Any = None) -> None:
         _checks.replace_by_args(defaults, args)
-        defaults = {**EVERYWHERE, **plain(defaults)}
+        defaults = {**COMMON_DEFAULTS, **plain(defaults)}
         own = {key: defaults.get(key) for key in ("optim_bits", "state_format")}
         _checks.optim_bits(own["optim_bits"])
         if own["optim_bits"] == 32:  # may be the default, which a state_format replaces
             del own["optim_bits"]
         defaults.update(_settings.with_storage(own, {}))
-        self._check_given(defaults)
+        self._check_initial_settings(defaults)
         self._reset_caches()
         super().__init__(params, defaults)
 
@@ -83,15 +81,15 @@ class LowBitOptimizer(StepBase):
         self._settings = Settings()
         self._overrides = _manager.Overrides()
         self._partial_plans: dict[Any, StepPlan] = {}
-        self._places, self._numbered, self._numbering = {}, [], 0
+        self._numbers = ParameterNumbers()
         # What steps what the hooks of released gradients leave.
         self._released: Callable[[], None] | None = getattr(self, "_released", None)
 
-    def _check_given(self, group: Mapping[str, Any]) -> None:
+    def _check_initial_settings(self, group: Mapping[str, Any]) -> None:
         """Raise for settings that a user may not write; a step may come to others."""
         settings = resolved(group)
         _checks.initial_learning_rate(settings["lr"])
-        self._check(settings)
+        self._check_settings(settings)
 
     # What tools, tests and benchmarks may look at, beside `plans`.
 
@@ -108,7 +106,7 @@ class LowBitOptimizer(StepBase):
         return self._moments(self._settings_of(index))
 
     def _settings_of(self, index: int) -> Mapping[str, Any]:
-        return self._settings.of(index, self.param_groups[index], self._check)
+        return self._settings.resolved_for(index, self.param_groups[index], self._check_settings)
 
     # torch.optim.Optimizer's protocol.
 
@@ -128,7 +126,7 @@ class LowBitOptimizer(StepBase):
                 raise ValueError(f"a parameter group must have 'params', got {list(param_group)}")
             settings = {key: value for key, value in param_group.items() if key != "params"}
             settings = _settings.with_storage(plain(settings), self.defaults)
-            self._check_given({**self.defaults, **settings})
+            self._check_initial_settings({**self.defaults, **settings})
             param_group.update(settings)
         super().add_param_group(param_group)
         added = self.param_groups[-1]
@@ -202,7 +200,7 @@ class LowBitOptimizer(StepBase):
         if i is not None and not (i in range(len(its["params"])) and its["params"][i] is p):
             raise ValueError(f"i must be the parameter's place in its group; got {i!r}")
         if p.grad is not None:
-            self._step_some([p])
+            self._step_subset([p])
 
     def step_param(self, p: Tensor, group: dict[str, Any] | None = None) -> None:
         """`step_parameter`, by the name that some trainers call it."""
@@ -213,7 +211,7 @@ class LowBitOptimizer(StepBase):
 
     def _check_unscaled(self) -> None:
         """Raise a RuntimeError if gradients have a scale that is known only in `step()`."""
-        if self._scaler("grad_scale") is not None or self._scaler("found_inf") is not None:
+        if self._amp_tensor("grad_scale") is not None or self._amp_tensor("found_inf") is not None:
             raise RuntimeError(
                 f"{type(self).__name__}: gradients that a GradScaler scales cannot be stepped in "
                 "the backward pass, as their scale and overflows are known only after it; train "
@@ -228,14 +226,15 @@ class LowBitOptimizer(StepBase):
         Every check and allocation, and on CPUs every compilation, comes before the first change of
         a parameter or its state.
         """
-        last, self.plans, self._places = self.plans, {}, {}
+        last, self.plans = self.plans, {}
+        self._numbers.forget_places()
         params = self._renumbered()
         if self._released is not None and all(p.grad is None for p in params):
             return
         parts = [part for index in range(len(self.param_groups)) for part in self._parts(index)]
         self.plans = self._step_parts(parts, last)
 
-    def _step_some(self, params: list[Tensor]) -> None:
+    def _step_subset(self, params: list[Tensor]) -> None:
         """Step parameters that have gradients; plans are kept for when the same ones recur."""
         of_groups: dict[int, dict[Tensor, int]] = {}
         for p in params:
@@ -247,7 +246,7 @@ class LowBitOptimizer(StepBase):
             for key, part in self._overridden({**self._settings_of(index), "params": list(some)})
         ]
         last = self._partial_plans
-        self._partial_plans = {} if len(last) > len(self._places) else last
+        self._partial_plans = {} if len(last) > len(self._numbers.places) else last
         try:
             self._partial_plans.update(self._step_parts(parts, last))
         except BaseException:

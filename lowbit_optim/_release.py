@@ -220,12 +220,12 @@ class ReleasedGradients:
         optimizer = self._optimizer
         optimizer._check_unscaled()
         if self._clip is None:
-            optimizer._step_some(waiting)
+            optimizer._step_subset(waiting)
         else:
             squares = self._squares_with(waiting, stream)
             optimizer.grad_scale = (self._norm() / self._clip).clamp(min=1.0)  # which they have
             try:
-                optimizer._step_some(waiting)
+                optimizer._step_subset(waiting)
             finally:
                 del optimizer.grad_scale
             self._squares = squares  # once: a step that raises may be taken again

@@ -98,7 +98,7 @@ class RMSprop(LowBitOptimizer):
         options = group["centered"], momentum, cap, as_torch, group["cautious"]
         return self._cached_rule(rmsprop_rule, *options)
 
-    def _converted(
+    def _with_equivalent_moments(
         self, saved: dict[str, Any], p: Tensor, group: Mapping[str, Any]
     ) -> dict[str, Any]:
         """With the second moment that `group` keeps: the mean square or the variance."""

@@ -133,7 +133,7 @@ class ScheduleFreeAdamW(LowBitOptimizer):
                     z = self.state.get(p, {}).get("z")
                     if z is None or already == (p not in self._apart):
                         continue
-                    moved = weight_of(self, p, part).lerp(_sharding.dealt_as(z, p), share)
+                    moved = weight_of(self, p, part).lerp(_sharding.redistributed_as(z, p), share)
                     set_weight(self, p, part, moved)
                     self._apart ^= {p}
             group["train_mode"] = train
@@ -160,11 +160,13 @@ class ScheduleFreeAdamW(LowBitOptimizer):
     def _rule(self, group: Mapping[str, Any]) -> Rule:
         return self._cached_rule(schedule_free_rule, group["max_unorm"] > 0)
 
-    def _new(self, key: str, stored: TensorSpec, p: Tensor, group: Mapping[str, Any]) -> Tensor:
-        new = super()._new(key, stored, p, group)
+    def _initial_tensor(
+        self, key: str, stored: TensorSpec, p: Tensor, group: Mapping[str, Any]
+    ) -> Tensor:
+        new = super()._initial_tensor(key, stored, p, group)
         return new.copy_(p) if key == "z" else new
 
-    def _begin_again(self, p: Tensor, group: Mapping[str, Any]) -> None:
+    def _restart_from_weight(self, p: Tensor, group: Mapping[str, Any]) -> None:
         state = self.state.get(p)
         if state and int(state["step"]) == 0:
             z = state["z"]

@@ -24,7 +24,9 @@ Validate = Callable[[Mapping[str, Any]], None]
 # What a group has beside settings: its parameters, and the norm of all gradients in the last step.
 PREVIOUS_NORM = "previous_gradient_norm"
 NO_SETTINGS = ("params", PREVIOUS_NORM)
-_PLAIN = (float, int, bool, str, type(None))
+# Settings that every group has, whether or not the class has arguments for them.
+COMMON_DEFAULTS = {"state_format": None, "dither": True, "seed": 0, "master_weight_bits": "auto"}
+_PLAIN_TYPES = (float, int, bool, str, type(None))
 
 
 def plain(value: Any) -> Any:
@@ -43,7 +45,7 @@ def plain(value: Any) -> Any:
         return value if type(value) is own and all(map(is_, items, value)) else items
     if isinstance(value, str) and type(value) is not str:
         return str.__str__(value)
-    if isinstance(value, (float, int)) and type(value) not in _PLAIN:
+    if isinstance(value, (float, int)) and type(value) not in _PLAIN_TYPES:
         return float(value) if isinstance(value, float) else int(value)
     if isinstance(value, Sequence) and not isinstance(value, (str, bytes, list, tuple)):
         return list(map(plain, value))
@@ -79,7 +81,7 @@ def as_number(value: Any, wait: bool = False) -> Any:
 def resolved(group: Mapping[str, Any]) -> dict[str, Any]:
     """A group's settings as numbers; `params` are left as they are."""
     return {
-        key: value if key in NO_SETTINGS or type(value) in _PLAIN else as_number(value)
+        key: value if key in NO_SETTINGS or type(value) in _PLAIN_TYPES else as_number(value)
         for key, value in group.items()
     }
 
@@ -149,7 +151,9 @@ class Settings:
         group.update({key: value for key, value in agreed.items() if value != now[key]})
         self._stored_as[index] = agreed
 
-    def of(self, index: int, group: dict[str, Any], validate: Validate) -> Mapping[str, Any]:
+    def resolved_for(
+        self, index: int, group: dict[str, Any], validate: Validate
+    ) -> Mapping[str, Any]:
         """The settings of the group at this index.
 
         Raises:

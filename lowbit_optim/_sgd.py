@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor
 
 from lowbit_optim_kernels.rules import Rule
-from lowbit_optim_kernels.rules.sgd import sgd
+from lowbit_optim_kernels.rules.sgd import sgd_rule
 
 from . import _checks
 from ._arguments import documented, settings_of
@@ -84,7 +84,7 @@ class SGD(LowBitOptimizer):
 
     def _rule(self, group: Mapping[str, Any]) -> Rule:
         momentum, cap = group["momentum"] != 0, group["max_unorm"] > 0
-        return self._cached_rule(sgd, momentum, group["nesterov"], cap, group["cautious"])
+        return self._cached_rule(sgd_rule, momentum, group["nesterov"], cap, group["cautious"])
 
 
 @fixed_bits(8)

@@ -30,7 +30,7 @@ from lowbit_optim_kernels.rules import Moment
 from lowbit_optim_kernels.rules.shared import NORMS
 from lowbit_optim_kernels.weights import RESIDUAL_KEY, as_integers
 
-PLAIN = {Tensor, torch.nn.Parameter}
+PLAIN_TYPES = {Tensor, torch.nn.Parameter}
 _LOCAL, _SPEC = attrgetter("_local_tensor"), attrgetter("_spec")
 
 
@@ -43,7 +43,7 @@ def _of_dtensors(kind: type) -> bool:
 def is_dtensor(x: Any) -> bool:
     """Whether a tensor is spread over a device mesh."""
     kind: type = type(x)
-    return kind not in PLAIN and _of_dtensors(kind)
+    return kind not in PLAIN_TYPES and _of_dtensors(kind)
 
 
 def local(x: Any) -> Any:
@@ -58,16 +58,18 @@ def locals_of(params: list[Any], gradients: list[Any]) -> tuple[list[Any], list[
     if what this rank holds of one is no plain tensor.
     """
     kinds = {*map(type, gradients), *map(type, params)}
-    if kinds <= PLAIN:  # nothing that takes time
+    if kinds <= PLAIN_TYPES:  # nothing that takes time
         return params, gradients
     if all(map(_of_dtensors, kinds)) and all(map(is_, map(_SPEC, gradients), map(_SPEC, params))):
         held, its = list(map(_LOCAL, params)), list(map(_LOCAL, gradients))  # as under fully_shard
     else:
         pairs = zip(gradients, params, strict=True)
-        if not all(is_dealt_as(g, p) if is_dtensor(p) else not is_dtensor(g) for g, p in pairs):
+        if not all(
+            has_placements_of(g, p) if is_dtensor(p) else not is_dtensor(g) for g, p in pairs
+        ):
             return None
         held, its = list(map(local, params)), list(map(local, gradients))
-    return (held, its) if PLAIN.issuperset(map(type, its)) else None
+    return (held, its) if PLAIN_TYPES.issuperset(map(type, its)) else None
 
 
 def check(p: Any, name: str) -> None:
@@ -87,7 +89,7 @@ def check(p: Any, name: str) -> None:
         raise RuntimeError(f"{where} on {device}, but its mesh is of {mesh} devices")
 
 
-def is_dealt_as(x: Any, p: Any) -> bool:
+def has_placements_of(x: Any, p: Any) -> bool:
     """Whether a value is a DTensor that is dealt out as the DTensor p is."""
     return is_dtensor(x) and (x.device_mesh, x.placements) == (p.device_mesh, p.placements)
 
@@ -209,7 +211,7 @@ class Share:
         coded = self.p.numel() >= group["min_8bit_size"]
         return {**group, "min_8bit_size": 0 if coded else local(self.p).numel() + 1}
 
-    def _place(self) -> tuple[tuple[int, ...], int]:
+    def _local_shape_and_first_row(self) -> tuple[tuple[int, ...], int]:
         """Shape of this rank's shard, and its first row."""
         from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
@@ -217,18 +219,18 @@ class Share:
         shape, offset = compute_local_shape_and_global_offset(p.shape, p.device_mesh, p.placements)
         return tuple(shape), offset[0] if offset else 0
 
-    def places_before(self, block: int) -> int:
+    def positions_before(self, block: int) -> int:
         """Where this rank's first element is in the whole parameter; see `Layout`."""
         if self.whole:
             return 0
-        (_, first), layout = self._place(), Layout.of(self.p.shape, block)
-        return layout.places_before(first if layout.by_rows else first * self._in_row)
+        (_, first), layout = self._local_shape_and_first_row(), Layout.of(self.p.shape, block)
+        return layout.positions_before(first if layout.by_rows else first * self._in_row)
 
     def locate(self, slot: Slot) -> None:
         """Tell the slot of this shard where it begins, and over which processes to add its sums."""
         slot.groups = self.groups
-        slot.blocks_before = self.places_before(slot.format.block) // slot.format.block
-        slot.weights_before = self.places_before(WEIGHT_BLOCK)
+        slot.blocks_before = self.positions_before(slot.format.block) // slot.format.block
+        slot.weights_before = self.positions_before(WEIGHT_BLOCK)
 
     @property
     def _in_row(self) -> int:
@@ -239,12 +241,12 @@ class Share:
         """Of what has been stepped this rank's shard."""
         if not self.whole:
             return work
-        shape, first = self._place()
+        shape, first = self._local_shape_and_first_row()
         return work[first : first + shape[0]] if self.p.ndim else work
 
-    def dealt(self, state: Mapping[str, Any]) -> dict[str, Any]:
+    def local_part(self, state: Mapping[str, Any]) -> dict[str, Any]:
         """Of a whole parameter's state what is kept on this rank."""
-        shape, first = self._place()
+        shape, first = self._local_shape_and_first_row()
         if self.whole or not self.p.ndim or tuple(self.p.shape) == shape:
             return dict(state)
         rows, in_row = shape[0], self._in_row
@@ -285,10 +287,10 @@ def unwrapped(state: Mapping[str, Any]) -> dict[str, Any]:
     return plain
 
 
-def dealt_alike(saved: Mapping[str, Any], p: Any) -> bool:
+def all_placed_as(saved: Mapping[str, Any], p: Any) -> bool:
     """Whether all saved tensors but those of single numbers are DTensors dealt out as p is."""
     return all(
-        is_dealt_as(x, p)
+        has_placements_of(x, p)
         for key, x in saved.items()
         if isinstance(x, Tensor) and x.ndim and key != NORMS.key
     )
@@ -319,10 +321,10 @@ def shard_of(x: Any, p: Any) -> Tensor:
     if not is_dtensor(x):
         replicated = [Replicate()] * p.device_mesh.ndim
         x = DTensor.from_local(x.to(local(p).device), p.device_mesh, replicated, run_check=False)
-    return local(dealt_as(x, p))
+    return local(redistributed_as(x, p))
 
 
-def dealt_as(x: Any, p: Any) -> Tensor:
+def redistributed_as(x: Any, p: Any) -> Tensor:
     """A DTensor dealt out as p is, or a plain tensor as it is."""
     if not is_dtensor(x) or x.placements == p.placements:
         return x

@@ -70,13 +70,13 @@ class StateBase(Optimizer):
         betas = {f"beta{i}": beta for i, beta in enumerate(group.get("betas", ()), 1)}
         return {**betas, **{name: group[name] for name in self.HYPER}}
 
-    def _start(self, key: str, group: Mapping[str, Any]) -> float:
+    def _initial_value(self, key: str, group: Mapping[str, Any]) -> float:
         """The value, not negative, that every element of a new moment has."""
         return 0.0
 
     # What follows from it.
 
-    def _check(self, settings: Mapping[str, Any]) -> None:
+    def _check_settings(self, settings: Mapping[str, Any]) -> None:
         """Raise for settings that no step can run with."""
         self._validate(settings)
         self._check_format(settings)
@@ -115,7 +115,7 @@ class StateBase(Optimizer):
         """How the moments of a parameter are stored."""
         if p.numel() < group["min_8bit_size"]:
             return FLOAT32
-        return _state_layout.format_of(group).of(self._moments(group))
+        return _state_layout.format_of(group).for_moments(self._moments(group))
 
     def _weights(self, p: Tensor, group: Mapping[str, Any]) -> Weights:
         """How a parameter itself is stored."""
@@ -135,16 +135,16 @@ class StateBase(Optimizer):
                 f"{type(self).__name__} cannot have {asked}: {refusal}; its moments are {kept}"
             )
 
-    def _state_from(
+    def _loaded_state(
         self, saved: dict[str, Any], p: Tensor, group: Mapping[str, Any]
     ) -> dict[str, Any]:
         """A parameter's state, checked and copied from `saved` and stored as `group` asks."""
         share = self._share(p, group)
         if share is None:
             self._check_saved(saved, p, group)
-            return self._fitted(saved, p, group)
+            return self._state_for_settings(saved, p, group)
         _sharding.check(p, type(self).__name__)
-        by_shards = not share.whole and _sharding.dealt_alike(saved, p)
+        by_shards = not share.whole and _sharding.all_placed_as(saved, p)
         if by_shards:
             plain, there = share.stepped(), _sharding.unwrapped(saved)
             group = share.settings_for_shard(group)
@@ -152,18 +152,20 @@ class StateBase(Optimizer):
             plain = share.p.detach().full_tensor()
             there = {key: _sharding.gathered(x) for key, x in saved.items()}
         self._check_saved(there, plain, group)
-        state = share.without_others(self._fitted(there, plain, group), saved)
-        return share.wrapped(state if by_shards else share.dealt(state))
+        state = share.without_others(self._state_for_settings(there, plain, group), saved)
+        return share.wrapped(state if by_shards else share.local_part(state))
 
     def _check_saved(self, saved: Mapping[str, Any], p: Tensor, group: Mapping[str, Any]) -> None:
         """Raise for numbers that no step leaves in a parameter's state."""
         moments = dict.fromkeys((*self._moments(group), *self.SAVED_MOMENTS))
-        outlasted = self._outlasted(saved, group)
-        _saved_state.check_values(saved, p, moments, self._lasting(group), outlasted)
+        harmless = self._harmless_nonfinite(saved, group)
+        _saved_state.check_values(saved, p, moments, self._lasting(group), harmless)
         if self.step_required and "step" not in saved:
             raise _tensor_checks.missing("step", saved)
 
-    def _outlasted(self, saved: Mapping[str, Any], group: Mapping[str, Any]) -> HarmlessMask:
+    def _harmless_nonfinite(
+        self, saved: Mapping[str, Any], group: Mapping[str, Any]
+    ) -> HarmlessMask:
         """Where a weight stays finite though a saved 32-bit moment, the function's x, is not.
 
         A cautious one does after NaN, which never has the gradient's sign, and after infinity over
@@ -177,25 +179,27 @@ class StateBase(Optimizer):
             if moment.role == SQUARE and isinstance(saved.get(moment.key), Tensor)
         ]
 
-        def outlasted(x: Tensor) -> Tensor:
+        def harmless(x: Tensor) -> Tensor:
             lost = x.isnan()
             for square in squares:
                 if square.shape == x.shape and square.is_floating_point():
                     lost |= ~square.detach().to(x.device).isfinite()
             return lost
 
-        return outlasted
+        return harmless
 
-    def _fitted(self, saved: dict[str, Any], p: Tensor, group: Mapping[str, Any]) -> dict[str, Any]:
+    def _state_for_settings(
+        self, saved: dict[str, Any], p: Tensor, group: Mapping[str, Any]
+    ) -> dict[str, Any]:
         """A parameter's state, copied from `saved` and stored as `group` asks."""
-        saved = self._converted(saved, p, group)
+        saved = self._with_equivalent_moments(saved, p, group)
         format, lasting = self._format(p, group), self._lasting(group)
         weights = self._weights(p, group)
         return _saved_state.state_in_format(
             saved, p, self._moments(group), format, lasting, weights
         )
 
-    def _converted(
+    def _with_equivalent_moments(
         self, saved: dict[str, Any], p: Tensor, group: Mapping[str, Any]
     ) -> dict[str, Any]:
         """`saved` with the moments that `group` keeps, where it has others that say the same."""
@@ -205,17 +209,19 @@ class StateBase(Optimizer):
         self, p: Tensor, group: Mapping[str, Any], state: Mapping[str, Any]
     ) -> dict[str, TensorSpec]:
         """Every tensor that a step wants in a parameter's state; `state` is what there is."""
-        starts = {moment: self._start(moment.key, group) for moment in self._moments(group)}
+        starts = {moment: self._initial_value(moment.key, group) for moment in self._moments(group)}
         return _state_layout.state_layout(
             p, starts, self._format(p, group), self._lasting(group), self._weights(p, group)
         )
 
-    def _new(self, key: str, stored: TensorSpec, p: Tensor, group: Mapping[str, Any]) -> Tensor:
+    def _initial_tensor(
+        self, key: str, stored: TensorSpec, p: Tensor, group: Mapping[str, Any]
+    ) -> Tensor:
         """How a state begins."""
         refuse_capture(p.device, "a parameter has no state yet; take one step before the capture")
         return torch.full(stored.shape, stored.start, dtype=stored.dtype, device=stored.device)
 
-    def _begin_again(self, p: Tensor, group: Mapping[str, Any]) -> None:
+    def _restart_from_weight(self, p: Tensor, group: Mapping[str, Any]) -> None:
         """Have a state that no step has changed yet begin with the weight as it is now."""
 
     def _share(self, p: Tensor, group: Mapping[str, Any]) -> Share | None:
@@ -235,35 +241,35 @@ class StateBase(Optimizer):
             group: its settings.
             share: this rank's share of a DTensor.
         """
-        state, new = self._plain_state(p, stepped, group, share)
+        state, new = self._local_state(p, stepped, group, share)
         if not new:
             return self.state[p]
         return state if share is None else share.wrapped(state)
 
-    def _plain_state(
+    def _local_state(
         self, p: Tensor, stepped: Tensor, group: Mapping[str, Any], share: Share | None
     ) -> tuple[dict[str, Any], bool]:
         """`_state_of` with plain tensors, those that this rank steps; and whether it is new."""
         before = self.state.get(p, {})
         if share is None:
-            state = self._as_wanted(before, stepped, group)
+            state = self._existing_or_new_state(before, stepped, group)
             return state, state is not before
         held = share.holds(before)
-        there = _sharding.unwrapped(before) if held else self._dealt_anew(before, group, share)
-        state = self._as_wanted(there, stepped, share.settings_for_shard(group))
+        there = _sharding.unwrapped(before) if held else self._resharded_state(before, group, share)
+        state = self._existing_or_new_state(there, stepped, share.settings_for_shard(group))
         if held and state is there:
             return state, False
         return share.without_others(state, before), True
 
-    def _dealt_anew(
+    def _resharded_state(
         self, there: dict[str, Any], group: Mapping[str, Any], share: Share
     ) -> dict[str, Any]:
         """A state of which a rank kept all, and is to keep a shard now, or the other way round."""
         whole = _sharding.unwrapped({key: _sharding.gathered(x) for key, x in there.items()})
-        state = self._as_wanted(whole, share.p.detach().full_tensor(), group)
-        return share.dealt(state)
+        state = self._existing_or_new_state(whole, share.p.detach().full_tensor(), group)
+        return share.local_part(state)
 
-    def _as_wanted(
+    def _existing_or_new_state(
         self, state: dict[str, Any], p: Tensor, group: Mapping[str, Any]
     ) -> dict[str, Any]:
         """This state if it is as wanted, else a new one.
@@ -271,23 +277,25 @@ class StateBase(Optimizer):
         A new state is made where there is none, or where the one there is lacks something, is on
         another device than p or of another width or shape than it should be.
         """
-        state = self._converted(state, p, group)
+        state = self._with_equivalent_moments(state, p, group)
         stored = self._stored(p, group, state)
         if RESIDUAL_KEY in state and RESIDUAL_KEY not in stored:
             state = {key: x for key, x in state.items() if key != RESIDUAL_KEY}
         missing = [key for key in stored if key not in state]
         if missing:
-            known = _saved_moments.present_moments(
-                state, self._moments(group)
-            )  # in whatever format
+            known = _saved_moments.present_moments(state, self._moments(group))
             kept = _saved_moments.keys_of(known, self._format(p, group))
-            new = {key: self._new(key, stored[key], p, group) for key in missing if key not in kept}
+            new = {
+                key: self._initial_tensor(key, stored[key], p, group)
+                for key in missing
+                if key not in kept
+            }
             state = {**state, **new}
         if all(tensor.like(state.get(key)) for key, tensor in stored.items()):
             return state
         where = f"the state of a parameter of shape {tuple(p.shape)} does not fit "
         with _state_dicts.refusing(f"{where}{type(self).__name__}"):
-            return self._fitted(state, p, group)
+            return self._state_for_settings(state, p, group)
 
 
 def _is_slow(moment: Moment, hyper: Mapping[str, float | Tensor]) -> bool:

@@ -99,13 +99,13 @@ class StepBase(CheckpointBase):
         """The step plan of parts of groups: the last step's if it holds, else a new one."""
         listed = [p for group in groups for p in group["params"]]
         form = (
-            rule, dispatch.request(), *map(groups[0].get, FORM), self._numbering,
+            rule, dispatch.request(), *map(groups[0].get, FORM), self._numbers.version,
             tuple(len(group["params"]) for group in groups),
-            self._scaler("grad_scale") is None, self._scaler("found_inf") is None,
+            self._amp_tensor("grad_scale") is None, self._amp_tensor("found_inf") is None,
         )  # fmt: skip
         kept: set[Tensor] = set()
         if last is not None and last.is_for(form, listed):
-            found = _gradients.of(listed)
+            found = _gradients.gradients_of(listed)
             if last.take_gradients(found, _sharding.locals_of, self.state):
                 return last
             kept = last.to_keep(self.state)
@@ -144,11 +144,11 @@ class StepBase(CheckpointBase):
             own_part = work if share is None else share.written(work)
             if own_part is not held:
                 plan.staged[i] = own_part
-            state, new = self._plain_state(p, stepped, group, share)
+            state, new = self._local_state(p, stepped, group, share)
             if new:
                 plan.new_states[p] = state
             slot = self._slot(p, work, dispatch.readable(g, engine), group, state)
-            slot.place = i
+            slot.index = i
             if share is not None:
                 share.locate(slot)
             if dithers or slot.weights.dithered:
@@ -164,7 +164,7 @@ class StepBase(CheckpointBase):
         plan.batches = batches_of(rule, slots, self._captured)
         return plan
 
-    def _scaler(self, name: str) -> Tensor | None:
+    def _amp_tensor(self, name: str) -> Tensor | None:
         """An AMP scaler's tensor for this step, 0-d; FSDP's is of shape (1,), an int 0 is none."""
         return x.reshape(()) if isinstance(x := getattr(self, name, None), Tensor) else None
 
@@ -180,8 +180,8 @@ class StepBase(CheckpointBase):
         for batch in plan.batches:
             batch.hyper = [hyper[part] for part in batch.parts]
             batch.maximize = groups[0]["maximize"]
-            batch.grad_scale = self._scaler("grad_scale")
-            batch.found_inf = self._scaler("found_inf")
+            batch.grad_scale = self._amp_tensor("grad_scale")
+            batch.found_inf = self._amp_tensor("found_inf")
 
     def _slot(
         self, p: Tensor, work: Tensor, g: Tensor, group: Mapping[str, Any], state: dict[str, Any]

@@ -50,7 +50,7 @@ class TrustOptimizer(LowBitOptimizer):
         """Add a parameter group; see `LowBitOptimizer`."""
         if isinstance(param_group, dict):
             merged = {**self.defaults, **with_storage(param_group, self.defaults)}
-            self._check_given(merged)
+            self._check_initial_settings(merged)
             # Whole groups of another optimizer have their defaults as keys of their own.
             names = [name for name in (*self.OF_TRUST, "max_unorm") if name in param_group]
             own = {k: param_group[k] for k in names if param_group[k] != self.defaults[k]}

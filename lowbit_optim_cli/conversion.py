@@ -22,7 +22,7 @@ import lowbit_optim
 from lowbit_optim import GlobalOptimManager, LowBitOptimizer, _saved_moments, _state_dicts
 from lowbit_optim._foreign.bitsandbytes import NESTED
 from lowbit_optim._foreign.load import LIBRARIES
-from lowbit_optim._optimizer import EVERYWHERE
+from lowbit_optim._settings import COMMON_DEFAULTS
 from lowbit_optim_kernels.formats import FORMATS, units
 from lowbit_optim_kernels.rules import Moment
 from lowbit_optim_kernels.weights import RESIDUAL_KEY
@@ -57,7 +57,9 @@ def library(state_dict: Mapping[str, Any]) -> str:
     Of ours torch.distributed's `get_state_dict` leaves the header out, but not the settings.
     """
     groups = [group for group in state_dict["param_groups"] if isinstance(group, Mapping)]
-    if _state_dicts.KEY in state_dict or any(EVERYWHERE.keys() <= one.keys() for one in groups):
+    if _state_dicts.KEY in state_dict or any(
+        COMMON_DEFAULTS.keys() <= one.keys() for one in groups
+    ):
         return "lowbit_optim"
     return next((one.name for one in LIBRARIES if one.recognises(state_dict)), TORCH)
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import lowbit_optim
-from lowbit_optim_kernels import dispatch, formats, plan
+from lowbit_optim_kernels import batch, dispatch, formats
 from lowbit_optim_kernels.engines import registry, request
 from lowbit_optim_kernels.rules import gives
 from protocol import identical, train
@@ -123,7 +123,7 @@ def start(batch):
     (tmp_path / "my_engine.py").write_text(module, encoding="utf-8")
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setattr(registry, "ENGINES", dict(registry.ENGINES))
-    for user in (dispatch, plan, request):
+    for user in (dispatch, batch, request):
         monkeypatch.setattr(user, "ENGINES", registry.ENGINES)
     exec(compile(record, "adding_an_engine.md", "exec"), {})
     got, want = params_on("cpu"), params_on("cpu")

@@ -32,7 +32,7 @@ def stepped(engine, device, cuts, origin, bits):
             weights=stored, residual=residual, tensor_key=0x12345678, weights_before=origin + start,
         ))  # fmt: skip
     batch = Batch(RULE, slots, p.device, engine, hyper=[HYPER])
-    batch.look()
+    batch.note_addresses()
     for _ in range(2):
         run = ENGINES[engine].load().start(batch)
         run.begin()

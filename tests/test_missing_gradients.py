@@ -7,8 +7,8 @@ import torch
 
 import cases
 import lowbit_optim
-from lowbit_optim_kernels import dispatch, plan
-from lowbit_optim_kernels.batch import Batch, Slot
+from lowbit_optim_kernels import dispatch
+from lowbit_optim_kernels.batch import Batch, Slot, note_order
 from lowbit_optim_kernels.engines import registry
 from lowbit_optim_kernels.formats.float32 import FLOAT32
 from lowbit_optim_kernels.rules import sgd
@@ -50,7 +50,8 @@ def test_they_are_left_out_to_the_same_bits(case, bits, engine, device):
     reused = [step.pop("reused") for step in kept]
     assert not any(step.pop("reused", False) for step in anew)
     assert identical(kept, anew)
-    if registry.ENGINES[engine].by_tables:  # the fourth step has the third parameter in it
+    # The fourth step has the third parameter in it.
+    if registry.ENGINES[engine].takes_mixed_batches:
         assert reused == [False, True, True, False, *[True] * 5]
 
 
@@ -196,12 +197,13 @@ def test_the_order_of_batches_is_noted_anew_when_it_changes():
     first = torch.zeros(8)
     step = torch.zeros((), dtype=torch.int64)
     slots = [Slot(x, x, FLOAT32, (), step, 1, 4, 4) for x in (first[:4], first[2:6], first[4:])]
-    batches = [Batch(sgd.sgd(False, False, True), [slot], first.device, "torch") for slot in slots]
-    plan.note_order(batches)
+    rule = sgd.sgd_rule(False, False, True)
+    batches = [Batch(rule, [slot], first.device, "torch") for slot in slots]
+    note_order(batches)
     assert [batch.follows for batch in batches] == [False, True, True]
     for batch in batches:
         batch.reused = True
-    plan.note_order(batches[::-1])
+    note_order(batches[::-1])
     assert [batch.follows for batch in batches] == [True, True, False]
-    plan.note_order(batches[::2])
+    note_order(batches[::2])
     assert [batch.follows for batch in batches[::2]] == [False, False]

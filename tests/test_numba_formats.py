@@ -212,7 +212,7 @@ def slot_of(shape, format, bits, p, g, before=0, weights_before=0):
 
 def stepped(engine, slot):
     batch = Batch(RULE, [slot], slot.p.device, engine, hyper=[HYPER])
-    batch.look()
+    batch.note_addresses()
     for _ in range(2):  # the second step's number does not fit into 32 bits
         begun = ENGINES[engine].start(batch)
         begun.begin()
@@ -231,7 +231,7 @@ def test_a_shard_is_a_piece_of_the_whole(format, row):
     in_row = -(-row // WEIGHT_BLOCK) * WEIGHT_BLOCK
     whole = slot_of((8, row), format, 24, p, g, first, 2**32 * WEIGHT_BLOCK - 4 * in_row)
     layouts = [Layout.of((8, row), block) for block in (format.block, WEIGHT_BLOCK)]
-    before = [x.places_before(5) for x in layouts]
+    before = [x.positions_before(5) for x in layouts]
     part = slot_of(
         (3, row),
         format,

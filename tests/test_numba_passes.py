@@ -152,7 +152,7 @@ def one_step(engine, rule, format, hyper, shape=(3, 300)):
     count = torch.zeros((), dtype=torch.int64)
     slot = Slot(p, g, format, tuple(state), count, layout.rows, layout.row, p.numel())
     batch = Batch(rule, [slot], p.device, engine, hyper=[hyper])
-    batch.look()
+    batch.note_addresses()
     for _ in range(3):
         run = ENGINES[engine].start(batch)
         run.begin()

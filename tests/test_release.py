@@ -166,13 +166,13 @@ def test_a_bucket_is_of_one_stream(monkeypatch):
     monkeypatch.setattr(_release, "_stream", streams.__getitem__)
     optimizer = lowbit_optim.AdamW8bit(net.parameters())
     release_gradients(optimizer, bucket_bytes=700)
-    seen, step_some = [], optimizer._step_some
+    seen, step_some = [], optimizer._step_subset
 
     def noted(params):
         seen.append({streams[p] for p in params})
         step_some(params)
 
-    monkeypatch.setattr(optimizer, "_step_some", noted)
+    monkeypatch.setattr(optimizer, "_step_subset", noted)
     backward(net, 0)
     assert sorted(seen, key=sum) == [{1}, {2}, {2}]
     optimizer.step()

@@ -195,13 +195,13 @@ def test_hooks_of_several_threads_run_one_at_a_time(monkeypatch):
         params = [p for net in nets for p in net.parameters()]
         optimizer = lowbit_optim.AdamW32bit(params)
         release_gradients(optimizer, bucket_bytes=0, clip_previous_norm=0.05)
-        step_some = optimizer._step_some
+        step_some = optimizer._step_subset
 
         def slowly(params, step_some=step_some):
             time.sleep(0.002)
             step_some(params)
 
-        monkeypatch.setattr(optimizer, "_step_some", slowly)
+        monkeypatch.setattr(optimizer, "_step_subset", slowly)
         for t in range(2):
             with ThreadPoolExecutor(2 if nets is together else 1) as pool:
                 list(pool.map(lambda net, t=t: backward(net, t), nets))

@@ -68,9 +68,9 @@ def test_groups_are_stepped_together_to_the_same_bits(case, bits, engine, device
     together = three_groups(case, bits, device)
     found = steps_of(together)
     assert len(plans_of(together)) == 1
-    compiled = registry.ENGINES[engine].by_tables
+    compiled = registry.ENGINES[engine].takes_mixed_batches
     assert len(batches_of(together)) == (1 if compiled else 3)
-    alone = replace(registry.ENGINES[engine], by_tables=False)
+    alone = replace(registry.ENGINES[engine], takes_mixed_batches=False)
     monkeypatch.setitem(registry.ENGINES, engine, alone)
     apart = three_groups(case, bits, device)
     assert identical(found, steps_of(apart))

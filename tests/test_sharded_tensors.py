@@ -158,7 +158,7 @@ def test_sums_beside_those_of_whole_tensors_are_found_by_numbers_on_the_device(m
 
     def batch_of(*groups):
         slots = [Slot(x, x, FLOAT32, (), step, 1, 4, 4, groups=each) for each in groups]
-        return Batch(sgd.sgd(False, False, True), slots, x.device, "torch")
+        return Batch(sgd.sgd_rule(False, False, True), slots, x.device, "torch")
 
     ranks = (("ranks", "cpu"),)
     batches = [batch_of(ranks, (), ranks), batch_of(ranks)]

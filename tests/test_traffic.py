@@ -37,7 +37,7 @@ from lowbit_optim_kernels.rules import (
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "traffic.md"
 FACTORIES = (
     adagrad.adagrad_rule, adam.adam_rule, ademamix.ademamix_rule, eve.eve_rule, lamb.lamb_rule,
-    lans.lans_rule, lion.lion_rule, rmsprop.rmsprop_rule, sgd.sgd, sgd.lars,
+    lans.lans_rule, lion.lion_rule, rmsprop.rmsprop_rule, sgd.sgd_rule, sgd.lars_rule,
     adopt.adopt_rule, schedule_free.schedule_free_rule,
 )  # fmt: skip
 ROWS, ROW = 2, 1400  # a full tile of four blocks, a tile of one, a short block

@@ -53,7 +53,7 @@ def times(tensors: int, rounds: int) -> dict[str, dict[str, float]]:
 
     def build() -> None:
         batch.tables, batch.reused = None, False
-        batch.look()
+        batch.note_addresses()
         engine_tables.tables_for(batch)
 
     def go_on(gradients: list[torch.Tensor]) -> None:

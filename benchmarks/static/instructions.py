@@ -146,7 +146,7 @@ def measure(
     rule, (backend, arch, lanes) = RULES[name], CHIPS[target].target
     width = bits if rule.moments else 32
     asked = formats.FORMATS[format if format and rule.moments else formats.OF_BITS[width]]
-    chosen = asked.of(rule.moments)
+    chosen = asked.for_moments(rule.moments)
     stored = WEIGHTS[weights if dtype == "bf16" else "0"]
     kind = Kind(DTYPES[dtype], DTYPES[dtype], chosen, whole, 16, stored)
     rule = rounded(rule, asked, dither)

@@ -19,7 +19,7 @@ from .weights import PLAIN, Weights
 STEP_DTYPE = torch.int64  # fp32 would stop counting at 2**24
 
 P, G, STEP, RESIDUAL, STATE = 0, 1, 2, 3, 4  # columns of a compiled engine's address table
-ALIGNMENT = 16  # bytes of the widest access
+ACCESS_BYTES = 16  # bytes of the widest access
 NO_GRADIENT = 1  # in the place of an address, which no tensor of floats has
 WEIGHT_BLOCK = 64  # elements whose weights are rounded by the random bits of one block
 
@@ -41,7 +41,7 @@ class Slot:
         groups: process groups over which a shard's sums are added up, one after the other; none of
             a whole tensor.
         lasting: a tensor for each of the rule's `lasting`: 0-d fp64, or fp32 of shape (100,).
-        place: its parameter's among those of its step plan.
+        index: its parameter's among those of its step plan.
         part: which of its batch's `hyper` are its hyperparameters.
         weights: how p is stored.
         residual: what is kept beside it, of its shape; written.
@@ -60,7 +60,7 @@ class Slot:
     row: int
     numel: int
     lasting: tuple[Tensor, ...] = ()
-    place: int = 0
+    index: int = 0
     part: int = 0
     groups: ProcessGroups = ()
     weights: Weights = PLAIN
@@ -180,7 +180,7 @@ class Batch:
         return [slot.step for i, slot in enumerate(self.slots) if i not in self.missing]
 
     @property
-    def place(self) -> tuple[Any, ...]:
+    def identity(self) -> tuple[Any, ...]:
         """What tells the batches of a step plan apart."""
         return self.device, self.engine, self.turn, self.parts
 
@@ -200,12 +200,12 @@ class Batch:
             for groups, index in found.items()
         }
 
-    def look(self) -> None:
+    def note_addresses(self) -> None:
         """Note addresses and the key, while slots and values are what this step has."""
         self.addresses = [slot.addresses(self.rule) for slot in self.slots]
         last = STATE + len(self.rule.moments)
         self.aligned = [
-            not any(address % ALIGNMENT for address in (row[P], row[G], *row[RESIDUAL:last]))
+            not any(address % ACCESS_BYTES for address in (row[P], row[G], *row[RESIDUAL:last]))
             for row in self.addresses
         ]
         for i in self.missing:
@@ -266,7 +266,7 @@ def batches_of(
     found: dict[tuple[Any, ...], list[tuple[Slot, int]]] = {}
     turns = _turns([slot for slot, _, _ in slots])
     for (slot, engine, part), turn in zip(slots, turns, strict=True):
-        own = None if ENGINES[engine].by_tables else part
+        own = None if ENGINES[engine].takes_mixed_batches else part
         found.setdefault((turn, slot.p.device, engine, own), []).append((slot, part))
     batches = []
     for (turn, device, engine, _), its in sorted(found.items(), key=lambda item: item[0][0]):

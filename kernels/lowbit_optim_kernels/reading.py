@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .batch import ALIGNMENT
+from .batch import ACCESS_BYTES
 
 
 def _guards(tensors: Sequence[Tensor]) -> Callable[..., bool]:
@@ -50,14 +50,14 @@ COLUMNS: tuple[Callable[[Tensor], Any], ...] = (
 )
 
 
-class Look:
+class ReadSignature:
     """How tensors are read: what the columns say of each of some."""
 
     def __init__(self, tensors: Sequence[Tensor]) -> None:
         self._columns = [list(map(look, tensors)) for look in COLUMNS]
         self._guards = _guards(tensors)
 
-    def is_of(self, tensors: Sequence[Tensor]) -> bool:
+    def matches(self, tensors: Sequence[Tensor]) -> bool:
         """Whether others, as many, are read in the same way."""
         if self._guards(*tensors):
             return True
@@ -73,4 +73,4 @@ def addresses_of(tensors: Iterable[Tensor]) -> list[int]:
 
 def alignments_of(addresses: Iterable[int]) -> list[int]:
     """How far addresses are from those for the widest accesses."""
-    return [address % ALIGNMENT for address in addresses]
+    return [address % ACCESS_BYTES for address in addresses]

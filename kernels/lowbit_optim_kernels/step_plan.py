@@ -15,9 +15,9 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from .batch import ALIGNMENT, NO_GRADIENT, Batch, Slot
+from .batch import ACCESS_BYTES, NO_GRADIENT, Batch, Slot
 from .engines.registry import ENGINES
-from .reading import Look, addresses_of, alignments_of, same_objects
+from .reading import ReadSignature, addresses_of, alignments_of, same_objects
 
 
 class _States:
@@ -34,7 +34,7 @@ class _States:
         most = len(state) < 4 * len(self._params)
         self._keys, self._values = (list(state), list(state.values())) if most else ([], [])
 
-    def are_in(self, state: Mapping[Tensor, dict[str, Any]]) -> bool:
+    def matches(self, state: Mapping[Tensor, dict[str, Any]]) -> bool:
         """Whether a mapping has the same ones."""
         known = bool(self._keys) and same_objects(state, self._keys)
         if known and same_objects(state.values(), self._values):
@@ -58,7 +58,7 @@ def _is_its_copy(x: Tensor, work: Tensor) -> bool:
     """Whether `x.contiguous()` gives a tensor like `work`, at an address for wide accesses."""
     makes_one = not x.is_contiguous() and not x.is_neg()
     alike = work.dtype == x.dtype and work.shape == x.shape
-    return makes_one and alike and work.data_ptr() % ALIGNMENT == 0
+    return makes_one and alike and work.data_ptr() % ACCESS_BYTES == 0
 
 
 class Copies(Protocol):
@@ -99,19 +99,19 @@ class _Snapshot:
     values: list[Any]
     tensors: list[Tensor]
     addresses: list[int]
-    held: Look
-    gradients: Look
+    held: ReadSignature
+    gradients: ReadSignature
     alignments: list[int]
     empty: int
     orders: list[list[int]]
     strides: dict[int, tuple[int, ...]]
     copied: list[int]
 
-    def is_of(self, held: list[Tensor], state: Mapping[Tensor, dict]) -> bool:
+    def matches(self, held: list[Tensor], state: Mapping[Tensor, dict]) -> bool:
         """Whether parameters and their states are where and as they were."""
         return (
-            self.held.is_of(held)  # `p.data.t()` has p's address
-            and self.states.are_in(state)
+            self.held.matches(held)  # `p.data.t()` has p's address
+            and self.states.matches(state)
             and same_objects(chain.from_iterable(map(dict.values, self.states.each)), self.values)
             and addresses_of(self.tensors) == self.addresses
         )
@@ -154,25 +154,25 @@ class StepPlan:
 
     def __post_init__(self) -> None:
         known = set(self.params)
-        self._known = [p in known for p in self.listed]
+        self._in_plan = [p in known for p in self.listed]
         self._addresses: list[int] = []  # of gradients that are aligned as in the first step
 
     def take_tables(self, last: StepPlan | None) -> None:
         """Take over the tables of the last step's plan that fit, once the values are set."""
         if self is last:
             return
-        before = {} if last is None else {batch.place: batch for batch in last.batches}
+        before = {} if last is None else {batch.identity: batch for batch in last.batches}
         for batch in self.batches:
-            batch.missing = self._places(batch, self.missing)
-            batch.look()
-            old = before.get(batch.place)
+            batch.missing = self._positions_in(batch, self.missing)
+            batch.note_addresses()
+            old = before.get(batch.identity)
             if old is not None and old.key == batch.key:
                 batch.tables = old.tables
 
     @staticmethod
-    def _places(batch: Batch, of: Container[int]) -> frozenset[int]:
+    def _positions_in(batch: Batch, of: Container[int]) -> frozenset[int]:
         """Of some of the plan's parameters the places of those that a batch has."""
-        return frozenset(k for k, slot in enumerate(batch.slots) if slot.place in of)
+        return frozenset(k for k, slot in enumerate(batch.slots) if slot.index in of)
 
     def written(self) -> list[Tensor]:
         """What is held of the parameters that are stepped."""
@@ -210,7 +210,7 @@ class StepPlan:
         gone = self.staged.keys() - stay
         self.staged = {i: self.staged[i] for i in stay}
         for slot in self._slots:
-            if gone and slot.place in gone:
+            if gone and slot.index in gone:
                 slot.p = slot.p.new_empty(0)
             slot.g = slot.p
 
@@ -226,7 +226,7 @@ class StepPlan:
         params: list[int] = []
         gradients: list[int] = []
         for slot in self._slots:
-            i = slot.place
+            i = slot.index
             if i in wholes:
                 if slot.g is not wholes[i]:
                     return None
@@ -243,7 +243,7 @@ class StepPlan:
     def _take_snapshot(self, state: Mapping[Tensor, dict[str, Any]]) -> _Snapshot | None:
         """None where a parameter is listed twice, or one or a gradient changed for a step."""
         copied = self._copied()
-        if copied is None or sum(self._known) > len(self.params):
+        if copied is None or sum(self._in_plan) > len(self.params):
             return None
         states = _States(self.params, state)
         tensors = [*self.held, *chain.from_iterable(slot.owned() for slot in self._slots)]
@@ -253,11 +253,11 @@ class StepPlan:
             values=[value for one in states.each for value in one.values()],
             tensors=tensors,
             addresses=addresses_of(tensors),
-            held=Look(self.held),
-            gradients=Look(self.gradients),
+            held=ReadSignature(self.held),
+            gradients=ReadSignature(self.gradients),
             alignments=alignments_of(self._addresses),
             empty=self._addresses.count(0),
-            orders=[[slot.place for slot in batch.slots] for batch in self.batches],
+            orders=[[slot.index for slot in batch.slots] for batch in self.batches],
             strides={i: self.held[i].stride() for i in copied[0]},
             copied=copied[1],
         )
@@ -272,7 +272,7 @@ class StepPlan:
         return (
             not self.staged
             and same_objects(self.held, self.params)
-            and all(ENGINES[batch.engine].by_tables for batch in self.batches)
+            and all(ENGINES[batch.engine].takes_mixed_batches for batch in self.batches)
         )
 
     def to_keep(self, state: Mapping[Tensor, dict[str, Any]]) -> set[Tensor]:
@@ -281,7 +281,7 @@ class StepPlan:
         Not those that are copied in every step.
         """
         before = self._snapshot
-        if before is None or not self.can_leave_out() or not before.is_of(self.params, state):
+        if before is None or not self.can_leave_out() or not before.matches(self.params, state):
             return set()
         return {p for i, p in enumerate(self.params) if i not in before.strides}
 
@@ -317,8 +317,8 @@ class StepPlan:
         for batch, order in zip(self.batches, before.orders, strict=True):
             batch.take_gradients(
                 [stepped[i] for i in order], [addresses[i] for i in order],
-                self._places(batch, missing) if missing else frozenset(),
-                {k: copied[order[k]] for k in self._places(batch, copied)} if copied else {},
+                self._positions_in(batch, missing) if missing else frozenset(),
+                {k: copied[order[k]] for k in self._positions_in(batch, copied)} if copied else {},
             )  # fmt: skip
         return True
 
@@ -330,9 +330,9 @@ class StepPlan:
         None if others have gradients, or some have none that cannot be left out.
         """
         gradients = [g for g in found if g is not None]
-        if [g is not None for g in found] == self._known:
+        if [g is not None for g in found] == self._in_plan:
             return gradients, frozenset()
-        own = list(compress(found, self._known))
+        own = list(compress(found, self._in_plan))
         missing = frozenset(i for i, g in enumerate(own) if g is None)
         if len(gradients) + len(missing) > len(own) or not self.can_leave_out():
             return None
@@ -345,9 +345,9 @@ class StepPlan:
     ) -> list[int] | None:  # fmt: skip
         """Of the gradients, those of before in place of missing ones; None if more is new."""
         if not (
-            before.gradients.is_of(gradients)
+            before.gradients.matches(gradients)
             and (held is self.params or same_objects(held, self.held))
-            and before.is_of(held, state)
+            and before.matches(held, state)
             and all(held[i].stride() == stride for i, stride in before.strides.items())
         ):
             return None

@@ -39,7 +39,7 @@ class Member:
     def numbers(self, optimizer: LowBitOptimizer) -> dict[str, Tensor]:
         """Its moments in 32 bits by key, those that torch.optim keeps with these settings."""
         settings = {**self.settings, **EXACT}
-        state = optimizer._fitted(dict(self.state), self.p, settings)
+        state = optimizer._state_for_settings(dict(self.state), self.p, settings)
         return {moment.key: state[moment.key] for moment in optimizer._moments(settings)}
 
 

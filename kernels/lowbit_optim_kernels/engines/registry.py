@@ -54,8 +54,9 @@ class Engine:
         requires: the module that it is built on, or None.
         devices: types of devices whose tensors it is the automatic choice for.
         dtypes: dtypes of parameters that it takes; None for all.
-        by_tables: whether a batch may have slots of several parts of parameter groups, and slots
-            without a gradient; else all have the hyperparameters `batch.hyper[0]`, and a gradient.
+        takes_mixed_batches: whether a batch may have slots of several parts of parameter groups,
+            and slots without a gradient; else all have the hyperparameters `batch.hyper[0]`, and a
+            gradient.
         declines: given a device and a dtype out of `dtypes`, why it does not run them, or None.
         instructions: says which instructions its code is chosen for, where that is not the
             device's own matter; called for what it does not refuse.
@@ -68,7 +69,7 @@ class Engine:
     dtypes: frozenset[torch.dtype] | None
     declines: Callable[[torch.device, torch.dtype], Refusal | None]
     instructions: Callable[[], str] | None = None
-    by_tables: bool = False
+    takes_mixed_batches: bool = False
 
     def refusal(
         self, device: torch.device, dtype: torch.dtype, kind: type = Tensor
@@ -193,7 +194,7 @@ TRITON = Engine(
     devices=frozenset({"cuda", "xpu"}),  # torch calls ROCm devices cuda
     dtypes=HALF_TO_SINGLE,
     declines=_triton_declines,
-    by_tables=True,
+    takes_mixed_batches=True,
 )
 NUMBA = Engine(
     name="numba",
@@ -203,7 +204,7 @@ NUMBA = Engine(
     dtypes=HALF_TO_SINGLE,
     declines=_numba_declines,
     instructions=_numba_instructions,
-    by_tables=True,
+    takes_mixed_batches=True,
 )
 TORCH = Engine(
     name=FALLBACK,

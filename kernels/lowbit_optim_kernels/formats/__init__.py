@@ -71,7 +71,7 @@ class Format(ABC):
     dithers: bool = False
     dithers_all: bool = False
 
-    def of(self, moments: Sequence[Moment]) -> Format:
+    def for_moments(self, moments: Sequence[Moment]) -> Format:
         """The format that these moments of a rule are kept in where this one is asked for."""
         return self
 

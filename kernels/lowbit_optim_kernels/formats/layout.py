@@ -44,7 +44,7 @@ class Layout:
         """Blocks in a row, the last of which may be short."""
         return -(-self.row // self.block)
 
-    def places_before(self, first: int) -> int:
+    def positions_before(self, first: int) -> int:
         """How many elements whole blocks have room for before a row of dimension 0.
 
         Of a flattened tensor, where a shard may begin within a block, the elements before this one.

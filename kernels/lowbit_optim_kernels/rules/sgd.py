@@ -109,14 +109,14 @@ def prepare_lars_inside(step, lr, momentum, dampening, weight_decay, skip_wd):
 TRUST = Phase((parameter_and_gradient_norms,), trust_ratio)
 
 
-def sgd(momentum: bool, nesterov: bool, cap: bool, caution: bool = False) -> Rule:
+def sgd_rule(momentum: bool, nesterov: bool, cap: bool, caution: bool = False) -> Rule:
     """The rule of SGD with these options."""
     step, moments = accelerated(momentum, nesterov)
     direction, phases = cautious((coupled_decay, step), caution)
     return Rule("sgd", direction, prepare_sgd, moments, (*phases, *caps(direction, cap)))
 
 
-def lars(
+def lars_rule(
     momentum: bool, nesterov: bool, trust: bool, cap: bool, inside: bool, caution: bool = False
 ) -> Rule:
     """The rule of LARS: `trust` for a trust coefficient, else `cap` for bitsandbytes' max_unorm.

@@ -19,7 +19,7 @@ from ...codegen.analysis import hyper_names
 from ...formats import Format, Unit
 from ...formats.layout import Layout
 from ...rules import Moment
-from .. import torch as engine_torch
+from .. import torch as torch_engine
 from . import job, modules, source
 from . import threads as numba_threads
 from .cache import c_function
@@ -84,7 +84,7 @@ def encode(unit: Unit, values: Sequence[Tensor], layout: Layout, out: Sequence[T
     By the format's functions for whole tensors of one moment, else by torch operators.
     """
     if not source.codes_tensors(unit.format):
-        engine_torch.encode(unit, values, layout, out)
+        torch_engine.encode(unit, values, layout, out)
         return
     for moment, x in zip(unit.moments, values, strict=True):
         _code("encode_tensor", moment, x.float(), _stored(unit, moment, out), layout, unit.format)
@@ -93,7 +93,7 @@ def encode(unit: Unit, values: Sequence[Tensor], layout: Layout, out: Sequence[T
 def decode(unit: Unit, stored: Sequence[Tensor], layout: Layout, out: Sequence[Tensor]) -> None:
     """Write the numbers of a unit's moments into the contiguous tensors `out`; see `encode`."""
     if not source.codes_tensors(unit.format):
-        engine_torch.decode(unit, stored, layout, out)
+        torch_engine.decode(unit, stored, layout, out)
         return
     for moment, x in zip(unit.moments, out, strict=True):
         wide = x if x.dtype == torch.float32 else torch.empty_like(x, dtype=torch.float32)

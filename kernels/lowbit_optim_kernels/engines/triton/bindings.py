@@ -39,7 +39,7 @@ from .primitives import ROLES
 from .tables import GSCALE, LANES, LIVE, SCALARS, float_names, lanes, random_column, streams
 
 FIXED = {"gscale": GSCALE, "live": LIVE}  # columns of values that are no rule's own
-ALIGNMENT = 32  # fp32 numbers that a format's table starts at a multiple of
+TABLE_ALIGNMENT = 32  # fp32 numbers that a format's table starts at a multiple of
 
 HEADER = """\
 import triton
@@ -130,12 +130,14 @@ def _used(rule: Rule, formats: Sequence[Format]) -> list[Format]:
 
 
 def _with_tables(rule: Rule, formats: Sequence[Format], ptx: bool) -> list[tuple[Format, Tensor]]:
-    """The look-up tables of all formats in use, each filled up to a multiple of ALIGNMENT."""
+    """The look-up tables of all formats in use, each filled up to a multiple of TABLE_ALIGNMENT."""
     found = []
     for format in _used(rule, formats):
         table = module_of(format).table(ptx, torch.device("cpu"))
         if table is not None:
-            found.append((format, torch.nn.functional.pad(table, (0, -len(table) % ALIGNMENT))))
+            found.append(
+                (format, torch.nn.functional.pad(table, (0, -len(table) % TABLE_ALIGNMENT)))
+            )
     return found
 
 
@@ -146,7 +148,9 @@ def code_tables(rule: Rule, formats: tuple[Format, ...], ptx: bool, device: torc
     So it comes whole from the host, by a copy that is over when `to` returns.
     """
     found = [table for _, table in _with_tables(rule, formats, ptx)]
-    return torch.cat(found or [torch.zeros(ALIGNMENT, device="cpu")]).to(device, torch.float32)
+    return torch.cat(found or [torch.zeros(TABLE_ALIGNMENT, device="cpu")]).to(
+        device, torch.float32
+    )
 
 
 def _as_coded(unit: Unit) -> list[Unit]:

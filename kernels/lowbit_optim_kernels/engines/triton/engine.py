@@ -176,9 +176,9 @@ class TritonRun:
 
     def combine(self, phase: int, sums: Tensor) -> None:
         tables, kernel = self.tables, getattr(self.kernels, f"combine_{phase}")
-        grid = self._per_tensor_grid(lanes(self.rule, self.rule.phases[phase].combine))
+        in_program = lanes(self.rule, self.rule.phases[phase].combine)
         with _on(self.device):
-            kernel[grid](
+            kernel[self._per_tensor_grid(in_program)](
                 tables.address, tables.geometry, tables.hyper, tables.scalars, tables.floats,
                 tables.count, sums.contiguous(), **OPTIONS,
             )  # fmt: skip

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 import triton.language as tl
 
-from ...batch import ALIGNMENT, WEIGHT_BLOCK, Slot
+from ...batch import WEIGHT_BLOCK, Slot
 from ...formats import Format, units
 from ...rules import Moment
 from ...weights import PLAIN, Weights
@@ -25,7 +25,8 @@ from ...weights import PLAIN, Weights
 # instructions an element, but twice the registers, so half as many programs would share a
 # multiprocessor to hide each other's barriers.
 TILE = 2048
-ALIGNMENTS = ALIGNMENT, 4, 1  # elements that blocks may start at multiples of
+ALIGNED = 16  # elements: the widest access to codes
+ALIGNMENTS = ALIGNED, 4, 1  # elements that blocks may start at multiples of
 NARROWEST = 16  # elements of a tile's block, at least
 NUMBER = 2**20  # what counts the kind in the first column of `work`: room for 2048 kinds
 WORK = 4  # width of `work`
@@ -163,7 +164,7 @@ def _tile_ranges(slot: Slot, row: int, rows: int, aligned: bool) -> Iterator[Til
     block, in_tile = slot.format.block, blocks_of_tile(slot.format)
     full, rest = divmod(row, block)
     align = next(n for n in ALIGNMENTS if row % n == 0) if aligned else 1
-    whole_align = align if rows > 1 or not aligned else ALIGNMENT
+    whole_align = align if rows > 1 or not aligned else ALIGNED
     tensors, storage = (slot.p.dtype, slot.g.dtype, slot.format), (slot.weights, _is_far(slot))
     blocks, per_row = (FULL, full) if rows > 1 else (LINE, -(-row // block))
     whole, tiles = rows * full // in_tile, -(-rows * per_row // in_tile)
@@ -179,7 +180,7 @@ def _tile_ranges(slot: Slot, row: int, rows: int, aligned: bool) -> Iterator[Til
         yield TileRange(kind, tiles, -(-rows // kind.in_tile), 0, 1, full)
 
 
-def of(slots: Sequence[Slot], moments: tuple[Moment, ...], aligned: Sequence[bool]) -> Grid:
+def make_grid(slots: Sequence[Slot], moments: tuple[Moment, ...], aligned: Sequence[bool]) -> Grid:
     """The grid for these slots, and whether each one's addresses are aligned."""
     formats = {slot.format.name: slot.format for slot in slots}  # a format's own hash is slow
     scaled = {name: _has_scales(moments, format) for name, format in formats.items()}

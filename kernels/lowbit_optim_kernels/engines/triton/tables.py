@@ -222,7 +222,7 @@ def _key(slot: Slot) -> int:
 
 def _make_tables(batch: Batch) -> Tables:
     slots, device = batch.slots, batch.device
-    tiling = grid.of(slots, batch.rule.moments, batch.aligned)
+    tiling = grid.make_grid(slots, batch.rule.moments, batch.aligned)
     tiles = np.array(tiling.tiles, dtype=np.int64)
     columns_of = [
         (*shape, first, slot.numel, _key(slot), slot.blocks_before, _weights_before(slot))

@@ -5,12 +5,12 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from ...batch import ALIGNMENT, WEIGHT_BLOCK
+from ...batch import WEIGHT_BLOCK
 from . import grid, random
 from .scalars import BEFORE, GEOMETRY, ROW, ROWS, WEIGHTS_BEFORE
 
 WORK, WEIGHT_BLOCK = tl.constexpr(grid.WORK), tl.constexpr(WEIGHT_BLOCK)
-ALIGNED = tl.constexpr(ALIGNMENT)
+ALIGNED = tl.constexpr(grid.ALIGNED)
 LINE, FULL, SHORT = (tl.constexpr(x) for x in (grid.LINE, grid.FULL, grid.SHORT))
 TYPES = tl.constexpr(tuple(grid.TYPES.values()))  # a dtype is a number in tuples
 WARP = tl.constexpr(32)  # NVIDIA's

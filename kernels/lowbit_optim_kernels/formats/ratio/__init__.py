@@ -105,7 +105,7 @@ class Ratio8(Format):
     numba: str = "lowbit_optim_kernels.formats.ratio.numba"
     triton: str = "lowbit_optim_kernels.formats.ratio.triton"
 
-    def of(self, moments: Sequence[Moment]) -> Format:
+    def for_moments(self, moments: Sequence[Moment]) -> Format:
         coded = [moment for moment in moments if not moment.exact]
         return DYNAMIC8 if coded and all(m.role == SIGN for m in coded) else self
 
