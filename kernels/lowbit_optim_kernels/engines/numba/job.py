@@ -17,6 +17,8 @@ reduction TERMS, how many it has, and the addresses of their SUMS over tensors (
 phase's COMBINE; else 0.
 
 A job of tensors is of the per-tensor arithmetic of those from FIRST to before LAST.
+
+`Geometry` and `Chunk` number the columns of the tables `geometry` and `chunks`, of int64, too.
 """
 
 from __future__ import annotations
@@ -36,6 +38,23 @@ TICKET = 64  # bytes of a row of tickets
 DONE = WORD  # in a thread's: bits of the pieces that are done
 # In the first: how many threads would combine, and 1 when that is done.
 COMBINING, COMBINED = WORD, 2 * WORD
+
+
+class Geometry:
+    """Columns of a tensor's row; those from TENSOR_KEY on are attributes of its `Slot`."""
+
+    ROWS, ROW, BLOCKS_PER_ROW, NUMEL, TENSOR_KEY, BLOCKS_BEFORE, WEIGHTS_BEFORE, PART = range(8)
+    WIDTH = 8
+
+
+class Chunk:
+    """Columns of a chunk's row: its tensor, the first of its blocks, and how many there are."""
+
+    TENSOR, FIRST, BLOCKS = range(3)
+    WIDTH = 3
+
+
+CHUNK_BYTES = Chunk.WIDTH * WORD
 
 
 def tensor_words(

@@ -5,12 +5,11 @@ rule run on fp64, one call per tensor; element functions on vectors of 16 fp32 l
 Everything is addressed by int64 addresses from a table, so that one call steps any number of
 tensors:
 
-    address   int64   (tensors, ...)  p, g or NO_GRADIENT, step, the state's tensors, what lasts
-    geometry  int64   (tensors, 8)    rows, row, blocks per row, global numel, `Slot.tensor_key`,
-                                      `blocks_before`, `weights_before`, `part`
+    address   int64   (tensors, ...)  p, g or NO_GRADIENT, step, residual, state, what lasts
+    geometry  int64   (tensors, 8)    `job.Geometry`
     hyper     float64 (parts, ...)    hyperparameters
     scalars   float64 (tensors, ...)  gscale, then what the rule's scalar functions give
-    chunks    int64   (chunks, 3)     tensor, first block, number of blocks
+    chunks    int64   (chunks, 3)     `job.Chunk`
     partial   float64 (chunks, ...)   sums of a reduction's terms over one chunk
 
 A pass is one function, put together as text: Numba would take a second to inline it. So this file
@@ -219,31 +218,31 @@ def reduce_blocks():
 def run_chunks():
     """The blocks of chunks lo..hi."""
     for c in range(lo, hi):
-        t = cell_i64(chunks, c, 3, 0)
+        t = cell_i64(chunks, c, CHUNK.WIDTH, CHUNK.TENSOR)
         if cell_i64(address, t, ADDRESS_COLUMNS, G_COLUMN) == NO_GRADIENT:
             for x in TERMS:
                 set_cell_f64(partial, c, len(TERMS), x.row, 0.0)
             continue
         gscale = f32(cell_f64(scalars, t, SCALAR_COLUMNS, GSCALE))
-        part = cell_i64(geometry, t, GEOMETRY, 7)
+        part = cell_i64(geometry, t, GEOMETRY.WIDTH, GEOMETRY.PART)
         for s in SCALARS:
             if s.of_tensor:
                 s.value = f32(cell_f64(scalars, t, SCALAR_COLUMNS, s.column))
             else:
                 s.value = f32(cell_f64(hyper, part, HYPER_COLUMNS, s.column))
-        tensor_row = cell_i64(geometry, t, GEOMETRY, 1)
-        per_row = cell_i64(geometry, t, GEOMETRY, 2)
+        tensor_row = cell_i64(geometry, t, GEOMETRY.WIDTH, GEOMETRY.ROW)
+        per_row = cell_i64(geometry, t, GEOMETRY.WIDTH, GEOMETRY.BLOCKS_PER_ROW)
         if DITHERED or WEIGHTS_DITHERED:
             step = read_i64(cell_i64(address, t, ADDRESS_COLUMNS, STEP))
-            tensor_key = cell_i64(geometry, t, GEOMETRY, 4)
+            tensor_key = cell_i64(geometry, t, GEOMETRY.WIDTH, GEOMETRY.TENSOR_KEY)
         for m in DITHERED:
             key[m] = stream_key(tensor_key, m.stream)
         if WEIGHTS_DITHERED:
             weight_key = stream_key(tensor_key, WEIGHT)
         for x in TERMS:
             chunk_sum[x] = 0.0
-        b = cell_i64(chunks, c, 3, 1)
-        last = b + cell_i64(chunks, c, 3, 2)
+        b = cell_i64(chunks, c, CHUNK.WIDTH, CHUNK.FIRST)
+        last = b + cell_i64(chunks, c, CHUNK.WIDTH, CHUNK.BLOCKS)
         while b < last:
             column = b % per_row * BLOCK
             first = b // per_row * tensor_row + column
@@ -253,11 +252,11 @@ def run_chunks():
             size = BLOCK * whole if whole > 0 else tensor_row - column
             n = (size + (GRAIN - 1)) // GRAIN * GRAIN
             if DITHERED:
-                number = cell_i64(geometry, t, GEOMETRY, 5) + b
+                number = cell_i64(geometry, t, GEOMETRY.WIDTH, GEOMETRY.BLOCKS_BEFORE) + b
             if WEIGHTS_DITHERED:
                 weight_row = (tensor_row + (WEIGHT_BLOCK - 1)) // WEIGHT_BLOCK
-                weight_place = cell_i64(geometry, t, GEOMETRY, 6) + column
-                weight_place += b // per_row * weight_row * WEIGHT_BLOCK
+                weight_place = cell_i64(geometry, t, GEOMETRY.WIDTH, GEOMETRY.WEIGHTS_BEFORE)
+                weight_place += b // per_row * weight_row * WEIGHT_BLOCK + column
             for x in BLOCK_PARTS:
                 at[x] = cell_i64(address, t, ADDRESS_COLUMNS, x.column) + x.width * b
             for x in OPERANDS:
@@ -347,8 +346,9 @@ def read_tensors_job():
 
 
 def see_tensor():
+    """Whether tensor t is stepped, and its row of hyperparameters."""
     live = taken and cell_i64(address, t, ADDRESS_COLUMNS, G_COLUMN) != NO_GRADIENT
-    part = cell_i64(geometry, t, GEOMETRY, 7)
+    part = cell_i64(geometry, t, GEOMETRY.WIDTH, GEOMETRY.PART)
 
 
 def compute_scalars():
@@ -356,7 +356,7 @@ def compute_scalars():
         if x.source == "step":
             x.value = read_step(cell_i64(address, t, ADDRESS_COLUMNS, STEP))
         elif x.source == "numel":
-            x.value = float(cell_i64(geometry, t, GEOMETRY, 3))
+            x.value = float(cell_i64(geometry, t, GEOMETRY.WIDTH, GEOMETRY.NUMEL))
         elif x.source == "live":
             x.value = live
         elif x.source == "sums":

@@ -58,7 +58,6 @@ GSCALE, SCALARS = 0, 1  # columns of `scalars`
 SIZE = {"f32": 4, "bf16": 2, "f16": 2}
 SUMMED = 256  # elements whose terms are added up in fp32, at least
 LANES, GRAIN = 16, 64  # elements of a vector; what a block function's are a multiple of
-GEOMETRY = 8  # columns of `geometry`
 
 PASSES = f"{__package__}.passes"
 WEIGHTS = "lowbit_optim_kernels.weights.numba"
@@ -92,7 +91,7 @@ def column_of(rule: Rule, name: str) -> int:
 def _tables(rule: Rule) -> dict[str, Any]:
     """What the templates ask about the tables of a rule's tensors."""
     return {
-        "ADDRESS_COLUMNS": address_columns(rule), "GEOMETRY": GEOMETRY,
+        "ADDRESS_COLUMNS": address_columns(rule), "GEOMETRY": job.Geometry, "CHUNK": job.Chunk,
         "SCALAR_COLUMNS": SCALARS + len(rule.scalars()), "GSCALE": GSCALE, "STEP": STEP,
         "HYPER_COLUMNS": len(hyper_names(rule)), "G_COLUMN": G, "NO_GRADIENT": NO_GRADIENT,
         "JOB": job,

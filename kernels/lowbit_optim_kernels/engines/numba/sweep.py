@@ -20,6 +20,7 @@ from __future__ import annotations
 
 from .inner import inner
 from .job import (
+    CHUNK_BYTES,
     CHUNKS,
     COMBINE,
     COMBINED,
@@ -98,7 +99,7 @@ def do_again(row):
         write_i64(job + THREADS, 1)
         write_i64(job + EACH, 1)
         write_i64(job + COUNT, hi - lo)
-        write_i64(job + CHUNKS, read_i64(row + CHUNKS) + 24 * lo)
+        write_i64(job + CHUNKS, read_i64(row + CHUNKS) + CHUNK_BYTES * lo)
         write_i64(job + PARTIAL, read_i64(row + PARTIAL) + 8 * read_i64(row + TERMS) * lo)
         call_with(read_i64(row + SHARE), job)
         publish(tickets + TICKET * (1 + owner) + DONE, 1 << piece)
