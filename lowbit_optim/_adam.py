@@ -102,7 +102,8 @@ class AdamW(Adam):
         p = p (1 - lr weight_decay)
         m = beta1 m + (1 - beta1) g
         v = beta2 v + (1 - beta2) g^2                 (amsgrad: s = max(s, v), used for v below)
-        p = p - lr m / (1 - beta1^t) / (sqrt(v / (1 - beta2^t)) + eps)
+        u = m / (1 - beta1^t) / (sqrt(v / (1 - beta2^t)) + eps)
+        p = p - lr u
 
     Args:
         weight_decay: decoupled weight decay.

@@ -29,7 +29,7 @@ class ADOPT(LowBitOptimizer):
         x = clamp(x, -(t - 1)^clip_exp, (t - 1)^clip_exp)
         m = beta1 m + (1 - beta1) x
         v = beta2 v + (1 - beta2) g^2
-        p = p (1 - lr weight_decay) - lr m            (without the factor unless decoupled)
+        p = p (1 - lr weight_decay) - lr u            (u = m; without the factor unless decoupled)
 
     Args:
         betas: decay rates of the first and second moment.

@@ -1,4 +1,4 @@
-"""What ranks that hold shards of the same parameters do together, or none of them does."""
+"""Agreement of ranks that hold shards of the same parameters: all go on, or none does."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def agreeing(params: Sequence[Any]) -> Iterator[dict[Any, Mapping[str, Any]]]:
 
 
 def _order(mesh: Any) -> tuple[str, ...]:
-    """What sorts meshes alike on all ranks: all by which two differ, as sets have random orders."""
+    """A key that sorts meshes alike on all ranks: by all that can differ, as sets have no order."""
     return str(mesh.mesh.tolist()), str(mesh.mesh_dim_names), mesh.device_type
 
 

@@ -220,7 +220,7 @@ def bitsandbytes_switches(block_wise: Any = True, is_paged: Any = False) -> None
     flag("is_paged", is_paged)
     if not block_wise:
         warn_user(
-            "block_wise=False has no effect: 8-bit state always has one scale per block of 256 "
+            "block_wise=False has no effect: 8-bit state always has one scale per block of "
             "elements; optim_bits=32 is state without blocks"
         )
     if is_paged:
@@ -264,7 +264,7 @@ ARGS = ("optim_bits", "min_8bit_size", "percentile_clipping", "max_unorm")
 
 
 def from_args(args: Any, name: str, otherwise: Any) -> Any:
-    """What bitsandbytes' `args`, an object or a dict, says of a setting."""
+    """A setting's value in bitsandbytes' `args`, an object or a dict."""
     if isinstance(args, Mapping):
         return args.get(name, otherwise)
     return getattr(args, name, otherwise)

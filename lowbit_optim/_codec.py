@@ -24,7 +24,7 @@ def quantize_blockwise(x: Tensor, signed: bool = True) -> tuple[Tensor, Tensor]:
 
     Args:
         x: tensor of any shape and floating dtype, on any device; not modified.
-        signed: True for the signed map, False for the map of non-negative numbers.
+        signed: True (default) for the signed map, False for the map of non-negative numbers.
 
     Returns:
         (codes, absmax): uint8 of x's shape, and fp32 scales. If x has two or more dimensions and at
@@ -60,8 +60,8 @@ def dequantize_blockwise(
     Args:
         codes: uint8 of any shape.
         absmax: fp32 scales of the layout that `quantize_blockwise` describes.
-        signed: the map that the codes were made with.
-        dtype: of the result: float32, bfloat16, float16 or float64.
+        signed: the map that the codes were made with; by default the signed one.
+        dtype: of the result, a floating one; by default float32.
 
     Returns:
         Tensor of codes' shape and `dtype`: codebook[code] * absmax.

@@ -59,7 +59,7 @@ class Work:
 
 
 class Extra(NamedTuple):
-    """What is kept of a parameter beside its moments, in the dtype that is computed in.
+    """A tensor of a parameter's state beside its moments, of the dtype that is computed in.
 
     Attributes:
         shape: of its tensor.
@@ -95,7 +95,7 @@ def rms(x: Tensor) -> Tensor:
 class EagerOptimizer(LowBitOptimizer):
     """Base class of the optimizers that torch operators step; not meant to be constructed.
 
-    A subclass gives `STORE`, `_validate`, `_extras` and `_update`. `STORE` is a rule of
+    A subclass gives `family`, `STORE`, `_validate`, `_extras` and `_update`. `STORE` is a rule of
     `rules.stored`: it has the moments, which the engines code by it, as in a step of their own.
 
     Args:

@@ -112,7 +112,7 @@ class Eden:
         return list(self._last_lr)
 
     def state_dict(self) -> dict[str, Any]:
-        """How far training is (`batch`, `epoch`) and the groups' `base_lrs`; numbers only."""
+        """Numbers only: the progress of training (`batch`, `epoch`) and the groups' `base_lrs`."""
         base_lrs = [float(group["initial_lr"]) for group in self._groups()]
         return plain({"batch": self.batch, "epoch": self.epoch, "base_lrs": base_lrs})
 

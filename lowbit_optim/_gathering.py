@@ -103,7 +103,7 @@ class _Gathering:
 
     @staticmethod
     def of(index: list[int], params: Sequence[Any], reused: int) -> _Gathering:
-        """That of tensors which are dealt out as these parameters are.
+        """The gathering of tensors that are sharded as these parameters are.
 
         The first `reused` are joined in the same memory every time.
         """
@@ -187,7 +187,7 @@ class Copies:
         return held, gradients
 
     def _plan(self, shards: Sequence[Tensor]) -> list[_Gathering]:
-        """Which tensors are gathered together, of the parameters and then of their gradients."""
+        """Tensors that are gathered together, of the parameters and then of their gradients."""
         wholes = [self.params[i] for i in self.index] * 2
         alike: dict[tuple[Any, ...], list[int]] = {}
         for i, (p, shard) in enumerate(zip(wholes, shards, strict=True)):

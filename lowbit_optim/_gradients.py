@@ -1,4 +1,4 @@
-"""What a parameter and its gradient must be to be stepped."""
+"""Checks of a parameter and its gradient before a step."""
 
 from __future__ import annotations
 

@@ -227,7 +227,7 @@ def _parameter_of(module: torch.nn.Module | None, name: str) -> Tensor | None:
 
 
 class Overrides:
-    """What the manager overrides of one optimizer's parameters; each is looked up once."""
+    """Overrides of one optimizer's parameters; each parameter is looked up once."""
 
     def __init__(self) -> None:
         self._version = 0
@@ -289,7 +289,7 @@ class Overrides:
 
 
 def _key(config: Mapping[str, Any]) -> tuple:
-    """What tells an override from others; a tensor is itself, whatever its value is now."""
+    """A key that tells an override from others; a tensor is itself, whatever its value is now."""
     return tuple((name, _told_apart(value)) for name, value in sorted(config.items()))
 
 

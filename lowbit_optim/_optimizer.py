@@ -21,10 +21,10 @@ from ._step_base import StepBase
 class LowBitOptimizer(StepBase):
     """Base class of the package's optimizers; not meant to be constructed.
 
-    A subclass gives its defaults, `HYPER`, `_validate` and `_rule`. Groups are read afresh in
-    every step, state is created at a parameter's first step, and all parameters are stepped
-    together by the engine that `lowbit_optim.engine_for` names, those of neighbouring groups, too,
-    that differ in numbers alone.
+    A subclass gives `family`, its defaults, `HYPER`, `_validate` and `_rule`. Groups are read
+    afresh in every step, state is created at a parameter's first step, and all parameters are
+    stepped together by the engine that `lowbit_optim.engine_for` names, those of neighbouring
+    groups, too, that differ in numbers alone.
 
     A step that raises before the first parameter is written leaves parameters, moments and counts
     of steps as they were: for bad settings, parameters or gradients, when memory for state runs
@@ -159,8 +159,12 @@ class LowBitOptimizer(StepBase):
 
         Raises:
             ValueError, TypeError: for settings that no step can run with.
-            RuntimeError: for a sparse gradient, a gradient on another device than its parameter,
-                or an engine that was asked for and cannot run a parameter.
+            TypeError: for a parameter that no step could change, as one of integers.
+            RuntimeError: for a sparse or complex gradient, one of another shape or on another
+                device than its parameter, a DTensor with other placements than Shard(0) and
+                Replicate(), an engine that was asked for and cannot run a parameter, a GradScaler
+                with released gradients, and in a CUDA graph for a step whose like has not been
+                taken before the capture.
         """
         loss = None
         if closure is not None:
@@ -183,10 +187,11 @@ class LowBitOptimizer(StepBase):
 
         Args:
             p: the parameter; without a gradient it stays as it is. The gradient is kept.
-            group: its parameter group, and
-            i: its place there, which some trainers say; they must be right.
+            group: its parameter group, if the caller says it; it must be the right one.
+            i: its place there, likewise.
 
         Raises:
+            TypeError: for what is no tensor.
             ValueError: for a parameter that is not in this optimizer, or elsewhere in it; and by
                 `Cain` and `LearnedGradient`.
             RuntimeError: as `step()`, and under a GradScaler, whose scale is known only later.

@@ -120,7 +120,7 @@ def _stream(p: Tensor) -> Any:
 
 
 class ReleasedGradients:
-    """What `release_gradients` returns: the hooks, and the parameters that wait to be stepped."""
+    """Released gradients: the hooks, and the parameters that wait to be stepped."""
 
     def __init__(
         self, optimizer: LowBitOptimizer, bucket_bytes: int, clip_previous_norm: float | None
@@ -177,7 +177,7 @@ class ReleasedGradients:
                 group.pop(PREVIOUS_NORM, None)
 
     def _norm(self) -> Tensor:
-        """That of all gradients in the step before, beside the first parameter; 0 before there is.
+        """The norm of all gradients in the step before, beside the first parameter; 0 at first.
 
         A state dict that is loaded may have none, or one on a CPU, which every step would wait for.
         """

@@ -35,13 +35,13 @@ def formats_of(saved: Mapping[str, Any], moments: Moments) -> dict[Format, set[s
 
 
 def _format_of(saved: Mapping[str, Any], moments: Moments) -> Format | None:
-    """Of the formats whose tensors for these moments are all there the one with most."""
+    """The format with most tensors, of those whose tensors for these moments are all there."""
     there = formats_of(saved, moments)
     return max(there, key=lambda format: len(there[format]), default=None)
 
 
 def present_moments(saved: Mapping[str, Any], moments: Moments) -> Moments:
-    """Those of these moments that saved state has, in whatever format."""
+    """The moments that saved state has, of these, in whatever format."""
     if _format_of(saved, moments) is not None:
         return moments
     return tuple(moment for moment in moments if _format_of(saved, (moment,)) is not None)
@@ -58,7 +58,7 @@ def keys_of(moments: Moments, format: Format) -> set[str]:
 
 
 def saved_units(saved: Mapping[str, Any], moments: Moments) -> tuple[Unit, ...]:
-    """How saved state keeps these moments: in one format, or each in one of its own.
+    """The units of these moments in saved state: in one format, or each in one of its own.
 
     Raises:
         ValueError: if tensors of a moment are missing, or there are more than its format has.
@@ -113,7 +113,7 @@ def check_shapes(saved: Mapping[str, Any], p: Tensor, unit: Unit) -> None:
 
 
 def _scales_of(key: str) -> str:
-    """What the formats call the scales of a moment."""
+    """The keys that formats give the scales of a moment, in words."""
     moments = (Moment(key),)
     found = [units(moments, f) for f in FORMATS.values() if f.refusal(moments) is None]
     parts = [part for made in found for unit in made for part in unit.parts]

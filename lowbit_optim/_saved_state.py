@@ -81,7 +81,7 @@ def _check_lasting(x: Lasting, value: Any) -> None:
 
 
 def _residual(saved: Mapping[str, Any], p: Tensor, dtype: torch.dtype) -> Tensor:
-    """What is kept beside a parameter; nothing where none is saved."""
+    """The saved residual of a parameter as this dtype; zeros where none is saved."""
     value = saved.get(RESIDUAL_KEY)
     if value is None:
         return torch.zeros(p.shape, dtype=dtype, device=p.device)

@@ -27,7 +27,8 @@ class ScheduleFreeAdamW(LowBitOptimizer):
     Its second moment is kept in 32 or 8 bits; z always in 32, since every step adds to it.
 
     Call `train()` before training and `eval()` before the model is evaluated or saved: the
-    parameters hold y in training, and x, the average, after `eval()`. With g the gradient at y and
+    parameters hold y in training, and x, the average, after `eval()`, in which `step` raises a
+    RuntimeError. With g the gradient at y and
     t the tensor's step:
 
         lr_t = lr min(1, t / warmup_steps);  w = t^r max(lr_1, ..., lr_t)^weight_lr_power
@@ -103,7 +104,12 @@ class ScheduleFreeAdamW(LowBitOptimizer):
         super().add_param_group(param_group)
 
     def state_dict(self) -> dict[str, Any]:
-        """As of every optimizer; refused while `train()` or `eval()` is interrupted."""
+        """The state of every optimizer's state dict.
+
+        Raises:
+            ValueError: as every optimizer's.
+            RuntimeError: until a call of `train()` or `eval()` that was interrupted is repeated.
+        """
         if self._apart:
             raise RuntimeError(
                 f"{type(self).__name__}.state_dict: a call of train() or eval() did not come to "

@@ -52,7 +52,7 @@ def local(x: Any) -> Any:
 
 
 def locals_of(params: list[Any], gradients: list[Any]) -> tuple[list[Any], list[Any]] | None:
-    """What this rank holds of parameters and gradients; the lists themselves if all are plain.
+    """This rank's tensors of parameters and gradients; the lists themselves if all are plain.
 
     None if a gradient is not a DTensor where its parameter is one, or not dealt out as that is, and
     if what this rank holds of one is no plain tensor.
@@ -142,7 +142,7 @@ def _cuts_blocks(p: Any, block: int) -> bool:
 
 @dataclass(frozen=True)
 class Share:
-    """What this rank steps of a DTensor, and keeps the state of.
+    """This rank's share of a DTensor: what it steps, and keeps the state of.
 
     Attributes:
         p: the DTensor.
@@ -157,14 +157,14 @@ class Share:
 
     @staticmethod
     def of(p: Any, moments: tuple[Moment, ...], format: Format, whole: bool) -> Share:
-        """That of a DTensor whose moments are kept in this format; `whole` if the rule needs it."""
+        """The share of a DTensor with moments in this format; `whole` if the rule needs it."""
         coded = any(not unit.format.exact for unit in units(moments, format))
         cut = coded and _cuts_blocks(p, format.block)
         return Share(p, moments, format, cut or (whole and bool(sharded_dims(p))))
 
     @property
     def placements(self) -> tuple[Any, ...]:
-        """How the state is dealt out over the mesh."""
+        """The placements of the state's DTensors."""
         from torch.distributed.tensor import Replicate
 
         return (Replicate(),) * self.p.device_mesh.ndim if self.whole else tuple(self.p.placements)
@@ -183,7 +183,7 @@ class Share:
         return {k: x for k, x in state.items() if k in own or not is_dtensor(before.get(k))}
 
     def _shapes(self) -> dict[str, tuple[int, ...]]:
-        """Of the whole parameter's tensors that are kept as DTensors, by their keys."""
+        """Whole shapes of the tensors that are kept as DTensors, by their keys."""
         shapes = {
             part.key: part.shape(self.p.shape, unit.format.block)
             for unit in units(self.moments, self.format)
@@ -220,7 +220,7 @@ class Share:
         return tuple(shape), offset[0] if offset else 0
 
     def positions_before(self, block: int) -> int:
-        """Where this rank's first element is in the whole parameter; see `Layout`."""
+        """The position of this rank's first element in the whole parameter; see `Layout`."""
         if self.whole:
             return 0
         (_, first), layout = self._local_shape_and_first_row(), Layout.of(self.p.shape, block)
@@ -238,14 +238,14 @@ class Share:
         return self.p.numel() // max(1, self.p.shape[0]) if self.p.ndim else 1
 
     def written(self, work: Tensor) -> Tensor:
-        """Of what has been stepped this rank's shard."""
+        """This rank's shard of what has been stepped."""
         if not self.whole:
             return work
         shape, first = self._local_shape_and_first_row()
         return work[first : first + shape[0]] if self.p.ndim else work
 
     def local_part(self, state: Mapping[str, Any]) -> dict[str, Any]:
-        """Of a whole parameter's state what is kept on this rank."""
+        """This rank's part of a whole parameter's state."""
         shape, first = self._local_shape_and_first_row()
         if self.whole or not self.p.ndim or tuple(self.p.shape) == shape:
             return dict(state)

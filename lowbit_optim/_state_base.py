@@ -34,9 +34,10 @@ SLOW = 0.99  # an average with a larger coefficient may change by less than a co
 
 
 class StateBase(Optimizer):
-    """What an optimizer keeps of its parameters, by the settings `group` that apply to each.
+    """An optimizer's state of its parameters, by the settings `group` that apply to each.
 
-    Methods take plain tensors and, where they say so, DTensors, of which a rank keeps its shard.
+    `_loaded_state`, `_share`, `_state_of` and `_weights` take DTensors, too, of which a rank keeps
+    its shard, the other methods plain tensors.
     """
 
     family: ClassVar[str]
@@ -62,7 +63,7 @@ class StateBase(Optimizer):
     @staticmethod
     @cache
     def _cached_rule(make: Callable[..., Rule], *options: Any, **named: Any) -> Rule:
-        """What `make` gives for these options: the same rule each time, as step plans want it."""
+        """The rule that `make` returns for these options: the same object each time."""
         return make(*options, **named)
 
     def _hyper(self, group: Mapping[str, Any]) -> dict[str, float | Tensor]:
@@ -108,17 +109,17 @@ class StateBase(Optimizer):
         return self._rule(group).moments
 
     def _lasting(self, group: Mapping[str, Any]) -> tuple[Lasting, ...]:
-        """What these settings keep of a parameter beside moments and the number of steps."""
+        """Numbers that these settings keep of a parameter beside its moments and step."""
         return self._clipping_rule(group).lasting
 
     def _format(self, p: Tensor, group: Mapping[str, Any]) -> Format:
-        """How the moments of a parameter are stored."""
+        """The format of a parameter's moments."""
         if p.numel() < group["min_8bit_size"]:
             return FLOAT32
         return _state_layout.format_of(group).for_moments(self._moments(group))
 
     def _weights(self, p: Tensor, group: Mapping[str, Any]) -> Weights:
-        """How a parameter itself is stored."""
+        """The storage of the parameter itself."""
         return _state_layout.weights_of(p, group)
 
     def _check_format(self, group: Mapping[str, Any]) -> None:
@@ -166,7 +167,7 @@ class StateBase(Optimizer):
     def _harmless_nonfinite(
         self, saved: Mapping[str, Any], group: Mapping[str, Any]
     ) -> HarmlessMask:
-        """Where a weight stays finite though a saved 32-bit moment, the function's x, is not.
+        """A function: which non-finite elements of a saved moment leave the weight finite.
 
         A cautious one does after NaN, which never has the gradient's sign, and after infinity over
         an infinite square, which is NaN.
@@ -217,7 +218,7 @@ class StateBase(Optimizer):
     def _initial_tensor(
         self, key: str, stored: TensorSpec, p: Tensor, group: Mapping[str, Any]
     ) -> Tensor:
-        """How a state begins."""
+        """One tensor of a new state."""
         refuse_capture(p.device, "a parameter has no state yet; take one step before the capture")
         return torch.full(stored.shape, stored.start, dtype=stored.dtype, device=stored.device)
 
@@ -225,7 +226,7 @@ class StateBase(Optimizer):
         """Have a state that no step has changed yet begin with the weight as it is now."""
 
     def _share(self, p: Tensor, group: Mapping[str, Any]) -> Share | None:
-        """What this rank steps of a DTensor; None for a plain tensor."""
+        """This rank's share of a DTensor; None for a plain tensor."""
         if not _sharding.is_dtensor(p):
             return None
         return Share.of(p, self._moments(group), self._format(p, group), self.needs_whole)

@@ -220,7 +220,7 @@ def saved_states(
 
 
 def other_entries(state_dict: Mapping[str, Any]) -> dict[Any, Any]:
-    """What a user has put beside the parameters' states, which torch's optimizers carry along."""
+    """Entries of `state` of no parameter, which a user has put there and torch carries along."""
     listed = {index for group in state_dict["param_groups"] for index in group["params"]}
     entries = state_dict["state"].items()
     return {key: plain_copy(value) for key, value in entries if key not in listed}

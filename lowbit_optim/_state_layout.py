@@ -31,7 +31,7 @@ class TensorSpec(NamedTuple):
 
 
 def lasting_spec(x: Lasting, p: Tensor) -> TensorSpec:
-    """How what lasts is stored."""
+    """The spec of the tensor of a `Lasting`."""
     dtype = torch.float32 if x.history else scalar_dtype(p.device)
     return TensorSpec(x.shape, dtype, p.device, x.start)
 
@@ -69,7 +69,7 @@ def format_of(group: Mapping[str, Any]) -> Format:
 
 
 def weights_of(p: Tensor, group: Mapping[str, Any]) -> Weights:
-    """How a parameter is stored.
+    """The storage of a parameter itself.
 
     Raises:
         ValueError: for bits of master weights where the parameter's dtype has none.

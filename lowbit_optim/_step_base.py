@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Mapping
+from collections.abc import Container, Iterator, Mapping
 from itertools import chain
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -22,11 +22,30 @@ from . import _gradients, _sharding
 from ._checkpoint_base import CheckpointBase
 from ._gathering import Copies
 
-# Settings that decide how state is stored, what is compiled and which engine takes it.
-FORM = (
+# Settings by which state is stored, code is compiled and an engine is chosen.
+STORAGE_AND_ENGINE = (
     "optim_bits", "state_format", "min_8bit_size", "seed", "master_weight_bits", "maximize",
     "fused",
 )  # fmt: skip
+
+
+class _Member(NamedTuple):
+    """A parameter of a new step plan.
+
+    Attributes:
+        part, group: the number and settings of its part of a group.
+        p: the parameter.
+        gradient: as this rank's engine reads it; a stand-in where there is none.
+        engine: the name of the engine that steps it.
+        share: this rank's share of a DTensor.
+    """
+
+    part: int
+    group: Mapping[str, Any]
+    p: Tensor
+    gradient: Tensor
+    engine: str
+    share: _sharding.Share | None
 
 
 class StepBase(CheckpointBase):
@@ -44,14 +63,14 @@ class StepBase(CheckpointBase):
         """
         alike: list[tuple[tuple, dict[Any, Mapping[str, Any]]]] = []
         for key, part in parts:
-            storage = self._step_rule(part), *map(part.get, FORM)
+            storage = self._step_rule(part), *map(part.get, STORAGE_AND_ENGINE)
             if not alike or storage != alike[-1][0]:
                 alike.append((storage, {}))
             alike[-1][1][key] = part
         plans: dict[Any, StepPlan] = {}
-        for (rule, *_), members in alike:
+        for storage, members in alike:
             key = tuple(members)
-            plans[key] = self._plan(rule, list(members.values()), last.get(key))
+            plans[key] = self._plan(storage, list(members.values()), last.get(key))
         for (key, plan), (_, members) in zip(plans.items(), alike, strict=True):
             self._set_values(plan, list(members.values()))
             plan.take_tables(last.get(key))
@@ -78,28 +97,31 @@ class StepBase(CheckpointBase):
 
     def _checked_gradients(
         self, group: Mapping[str, Any], kept: Container[Tensor] = ()
-    ) -> list[tuple[Tensor, Tensor, str]]:
+    ) -> Iterator[tuple[Tensor, Tensor, str]]:
         """Each parameter that has a gradient, with its gradient and engine; checked.
 
         And those of `kept`, with a stand-in for the gradient that they have not.
         """
-        found = []
         for p in dict.fromkeys(group["params"]):  # one that is listed twice is stepped once
             if p.grad is None:
                 if p in kept:
-                    found.append((p, stand_in(p), dispatch.engine_for(p).name))
+                    yield p, stand_in(p), dispatch.engine_for(p).name
                 continue
             engine = dispatch.engine_for(_sharding.local(p))
             if group["fused"] and engine.name == "torch":
                 raise RuntimeError(f"fused=True, but the engine is 'torch': {engine.reason}")
-            found.append((p, _gradients.checked(p, type(self).__name__), engine.name))
-        return found
+            yield p, _gradients.checked(p, type(self).__name__), engine.name
 
-    def _plan(self, rule: Rule, groups: list[Mapping[str, Any]], last: StepPlan | None) -> StepPlan:
-        """The step plan of parts of groups: the last step's if it holds, else a new one."""
+    def _plan(
+        self, storage: tuple, groups: list[Mapping[str, Any]], last: StepPlan | None
+    ) -> StepPlan:
+        """The step plan of parts of groups: the last step's if it holds, else a new one.
+
+        `storage` is the rule that is run, and the settings STORAGE_AND_ENGINE.
+        """
         listed = [p for group in groups for p in group["params"]]
         form = (
-            rule, dispatch.request(), *map(groups[0].get, FORM), self._numbers.version,
+            storage, dispatch.request(), self._numbers.version,
             tuple(len(group["params"]) for group in groups),
             self._amp_tensor("grad_scale") is None, self._amp_tensor("found_inf") is None,
         )  # fmt: skip
@@ -109,7 +131,7 @@ class StepBase(CheckpointBase):
             if last.take_gradients(found, _sharding.locals_of, self.state):
                 return last
             kept = last.to_keep(self.state)
-        return self._new_plan(rule, form, listed, groups, kept)
+        return self._new_plan(storage[0], form, listed, groups, kept)
 
     def _new_plan(
         self, rule: Rule, form: tuple, listed: list[Tensor], groups: list[Mapping[str, Any]],
@@ -124,45 +146,54 @@ class StepBase(CheckpointBase):
             groups: the parts of groups.
             kept: parameters to have in it even if they have no gradient.
         """
-        checked = [
-            (part, *found)
+        members = [
+            _Member(part, group, p, g, engine, self._share(p, group))
             for part, group in enumerate(groups)
-            for found in self._checked_gradients(group, kept)
+            for p, g, engine in self._checked_gradients(group, kept)
         ]
-        params = [p for _, p, _, _ in checked]
+        params = [member.p for member in members]
         plan = StepPlan(form, listed, params, list(map(_sharding.local, params)), [])
-        shares = [self._share(p, groups[part]) for part, p, _, _ in checked]
-        wholes = [i for i, share in enumerate(shares) if share is not None and share.whole]
+        wholes = [i for i, x in enumerate(members) if x.share is not None and x.share.whole]
         plan.copies = Copies(params, wholes)
-        copied = plan.copies.renew(plan.held, [g for _, _, g, _ in checked])
+        stepped = plan.copies.renew(plan.held, [member.gradient for member in members])
         slots: list[tuple[Slot, str, int]] = []
         dithers = any(moment.stream for moment in rule.moments)
-        each = zip(checked, shares, plan.held, *copied, strict=True)
-        for i, ((part, p, _, engine), share, held, stepped, g) in enumerate(each):
-            group = groups[part]
-            work = stepped.resolve_neg().contiguous()
-            own_part = work if share is None else share.written(work)
-            if own_part is not held:
-                plan.staged[i] = own_part
-            state, new = self._local_state(p, stepped, group, share)
-            if new:
-                plan.new_states[p] = state
-            slot = self._slot(p, work, dispatch.readable(g, engine), group, state)
-            slot.index = i
-            if share is not None:
-                share.locate(slot)
+        for i, (member, p, g) in enumerate(zip(members, *stepped, strict=True)):
+            slot = self._planned_slot(plan, i, member, p, g)
             if dithers or slot.weights.dithered:
-                slot.tensor_key = dither.tensor_key(group["seed"], self._place(p).number)
-            slots.append((slot, engine, part))
+                number = self._place(member.p).number
+                slot.tensor_key = dither.tensor_key(member.group["seed"], number)
+            slots.append((slot, member.engine, member.part))
         # Last, so that tensors which every step looks at lie together in memory.
-        for p, share in zip(params, shares, strict=True):
+        for p, share in ((member.p, member.share) for member in members):
             if share is not None and p in plan.new_states:
                 plan.new_states[p] = share.wrapped(plan.new_states[p])
-        given = (g if p.grad is None else p.grad for _, p, g, _ in checked)
+        given = (x.gradient if x.p.grad is None else x.p.grad for x in members)
         plan.gradients = list(map(_sharding.local, given))
         plan.missing = frozenset(i for i, p in enumerate(params) if p.grad is None)
         plan.batches = batches_of(rule, slots, self._captured)
         return plan
+
+    def _planned_slot(
+        self, plan: StepPlan, i: int, member: _Member, stepped: Tensor, g: Tensor
+    ) -> Slot:
+        """The slot of a plan's i-th parameter, and in the plan its copy and new state, if any.
+
+        `stepped` and g are the plain tensors that this rank steps, and its gradient.
+        """
+        p, group, share = member.p, member.group, member.share
+        work = stepped.resolve_neg().contiguous()
+        own_part = work if share is None else share.written(work)
+        if own_part is not plan.held[i]:
+            plan.staged[i] = own_part
+        state, new = self._local_state(p, stepped, group, share)
+        if new:
+            plan.new_states[p] = state
+        slot = self._slot(p, work, dispatch.readable(g, member.engine), group, state)
+        slot.index = i
+        if share is not None:
+            share.locate(slot)
+        return slot
 
     def _amp_tensor(self, name: str) -> Tensor | None:
         """An AMP scaler's tensor for this step, 0-d; FSDP's is of shape (1,), an int 0 is none."""

@@ -28,7 +28,7 @@ ASSUMED = (
 
 
 def formula(config: dict[str, Any]) -> str:
-    """What the activations of one sequence take, with the assumptions; numbers if there are."""
+    """Memory of the activations of one sequence, with the assumptions; numbers if there are."""
     found = [[config[key] for key in keys if type(config.get(key)) is int] for keys in KEYS]
     if not all(found):
         return f"{GENERAL}; {ASSUMED}."

@@ -152,7 +152,7 @@ def _formats() -> list[str]:
 
 
 def console() -> Console:
-    """What results are printed on, as they are; wide enough for a table where it is no terminal."""
+    """The console of results, printed as they are; wide enough for tables if no terminal."""
     width = None if Console().is_terminal else 200
     return Console(width=width, markup=False, highlight=False)
 

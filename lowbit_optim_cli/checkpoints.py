@@ -41,12 +41,12 @@ class Found:
 
     @property
     def where(self) -> str:
-        """What a reader calls it."""
+        """Its name for a reader."""
         return "".join(f"[{key!r}]" for key in self.path) or "the file itself"
 
 
 def read(path: Path) -> Any:
-    """What a file that `torch.save` wrote holds, its tensors mapped from it.
+    """Content of a file that `torch.save` wrote, its tensors mapped from it.
 
     Raises:
         Refused: if it is no such file, is cut off, or asks for code to be run.

@@ -36,7 +36,7 @@ LR = {"SGD": 0.1, "LARS": 1.0, "Lion": 3e-4, "LAMB": 1e-2, "LANS": 1e-2, "Adagra
 
 @dataclass(frozen=True)
 class Result:
-    """What one optimizer came to.
+    """Result of one optimizer.
 
     Attributes:
         optimizer: its class.
@@ -144,7 +144,7 @@ class Run:
         self.losses.append(loss.item())
 
     def result(self) -> Result:
-        """What it came to."""
+        """Its result."""
         steps, numel = len(self.losses), sum(p.numel() for p in self.model.parameters())
         return Result(
             optimizer=self.form.name,

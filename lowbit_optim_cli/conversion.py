@@ -128,7 +128,7 @@ def rebuilt(found: Found, name: str, format: str | None = None) -> LowBitOptimiz
 def _storage(
     state_dict: Mapping[str, Any], group: Mapping[str, Any], name: str, format: str | None
 ) -> dict[str, Any]:
-    """How a group's moments are kept: as asked, as its own library says, or as they are."""
+    """The format of a group's moments: as asked, as its own library says, or as they are."""
     of = library(state_dict)
     ours = _state_dicts.STORAGE_SETTINGS if of == "lowbit_optim" else ()
     kept = {key: group[key] for key in ours if key in group}

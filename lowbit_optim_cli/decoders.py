@@ -22,7 +22,7 @@ AROUND = ("input", "post_attention", "pre_feedforward", "post_feedforward")
 
 
 class Kin(NamedTuple):
-    """How a decoder differs from Llama's first.
+    """Options of a decoder: its differences from Llama's first.
 
     Attributes:
         name: its class, without `ForCausalLM`.

@@ -33,7 +33,7 @@ PASSED_OVER = {
 
 
 class _Anything:
-    """What takes the place of those."""
+    """A stand-in for objects of other classes."""
 
     def __init__(self, *args: Any) -> None: ...
 

@@ -57,7 +57,7 @@ def _head(config: Config) -> Named:
 
 
 def _masked_head(kind: str, width: int, vocabulary: int) -> Named:
-    """What predicts masked words, its last weight tied."""
+    """The head that predicts masked words, its last weight tied."""
     if kind == "distilbert":
         yield from linear("vocab_transform", width, width)
         yield from pair("vocab_layer_norm", width)

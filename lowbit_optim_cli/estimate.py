@@ -220,7 +220,7 @@ def _values(row: Row, wide: bool, shards: int) -> list[int | None]:
 
 
 def legend(model: Model, rows: Sequence[Row], shards: int) -> list[str]:
-    """What the table's words mean, and what it leaves out."""
+    """Notes below the table: the meaning of its words, and what it leaves out."""
     largest = model.largest
     of = f" of the fullest of {shards} ranks" if shards > 1 else ""
     lines = [

@@ -40,13 +40,13 @@ class Weight:
 
     @property
     def bytes(self) -> int:
-        """Of the weight, and of its gradient."""
+        """Bytes of the weight, and as many of its gradient."""
         return math.prod(self.shape) * ITEMSIZE[self.dtype]
 
 
 @dataclass(frozen=True)
 class Model:
-    """What is known of a model.
+    """A model: shapes and dtypes of its weights.
 
     Attributes:
         source: where it is from, in a few words.
@@ -64,7 +64,7 @@ class Model:
 
     @property
     def parameters(self) -> int:
-        """How many numbers there are in the weights."""
+        """The number of elements in the weights."""
         return sum(math.prod(weight.shape) for weight in self.weights)
 
     @property
@@ -86,7 +86,7 @@ def _has_rows(shape: Shape) -> bool:
 
 @dataclass(frozen=True)
 class Storage:
-    """How the moments of a tensor are kept.
+    """Storage of a tensor's moments.
 
     Attributes:
         element: bytes for each element, of all moments together.
@@ -101,14 +101,14 @@ class Storage:
     by_rows: bool = True
 
     def bytes(self, shape: Shape) -> int:
-        """Of a tensor's moments."""
+        """Bytes of a tensor's moments."""
         scales = self.scales * blocks(shape, self.block, self.by_rows) if self.scales else 0
         return math.prod(shape) * self.element + scales
 
 
 @dataclass(frozen=True)
 class Layout:
-    """What an optimizer keeps of each parameter, in one format.
+    """Storage of an optimizer's state of each parameter, in one format.
 
     Attributes:
         library: the package it is of.
@@ -230,7 +230,7 @@ class Footprint:
 def footprint(
     layout: Layout, weights: Sequence[Weight], shards: int = 1, embeddings_in_32_bits: bool = False
 ) -> Footprint:
-    """What a rank keeps.
+    """Bytes that a rank keeps.
 
     Args:
         layout: the optimizer.

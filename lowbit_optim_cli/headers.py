@@ -39,7 +39,7 @@ class Entry:
 
     @property
     def bytes(self) -> int:
-        """Of its data."""
+        """Bytes of its data."""
         return math.prod(self.shape) * ITEMSIZE[self.dtype]
 
 

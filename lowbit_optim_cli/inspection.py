@@ -43,7 +43,7 @@ class Kind:
 
 @dataclass(frozen=True)
 class Report:
-    """What is known of one state, or of a file's tensors.
+    """Facts about one state, or a file's tensors.
 
     Attributes:
         where: the keys that lead to it.
@@ -121,7 +121,7 @@ def _report(found: Found) -> Report:
 
 
 def _formats(found: Found, family: str) -> list[str]:
-    """How many parameters are in which format, which the names and shapes of tensors say."""
+    """Counts of parameters by format, which the names and shapes of tensors say."""
     if family not in conversion.FAMILIES:
         return [f"an optimizer {family!r} that this version does not know"]
     moments = conversion.moments_of(family)

@@ -107,5 +107,5 @@ def pair(name: str, *shape: int) -> Named:
 
 
 def labels(config: Config) -> int:
-    """How many classes there are."""
+    """The number of labels that a classifier of this configuration has."""
     return len(config["id2label"]) if config.get("id2label") else config.get("num_labels") or 2

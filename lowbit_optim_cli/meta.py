@@ -81,7 +81,7 @@ def _class_of(config: dict[str, Any]) -> Callable[[Any], nn.Module]:
 def _of_module(
     text: str, build: Callable[[], Any], dtype: str | None, config: dict[str, Any]
 ) -> Model:
-    """What is built has these weights; one that several modules share is listed once."""
+    """The model that `build` makes; a weight that several modules share is listed once."""
     with _saying(f"building {text} raised"), _bounded(text), torch.device("meta"):
         model = build()
     if not isinstance(model, nn.Module):
@@ -99,7 +99,7 @@ def _of_module(
 
 
 def _notes(model: nn.Module) -> Iterator[str]:
-    """What is not in the weights, and what is in them once."""
+    """Remarks on what the weights leave out, or have once."""
     names = sum(1 for _ in model.named_parameters(remove_duplicate=False))
     shared = names - sum(1 for _ in model.parameters())
     if shared:

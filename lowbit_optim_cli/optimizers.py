@@ -62,7 +62,7 @@ def _fits_ratio4(roles: tuple[str, ...]) -> bool:
 
 
 def storage(roles: tuple[str, ...], format: str) -> Storage | None:
-    """How a format keeps moments of these roles; None for one that keeps numbers.
+    """Storage of moments of these roles in a format; None for one that keeps numbers.
 
     Raises:
         ValueError: if the format cannot keep them.

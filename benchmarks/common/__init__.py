@@ -1,1 +1,1 @@
-"""What the programs are made of."""
+"""Parts that the programs share."""

@@ -1,4 +1,4 @@
-"""What the programs' arguments have in common."""
+"""Arguments that the programs have in common."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def known(what: str, names: Iterable[T], there: Collection[T]) -> list[T]:
 
 
 def resolve_device(device: str) -> str:
-    """What "auto" stands for here.
+    """The meaning of "auto" here.
 
     Raises:
         ValueError: it is another word, or a GPU that torch does not see.

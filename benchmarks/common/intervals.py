@@ -85,7 +85,7 @@ HEAD = ("optimizer", "8 bits", "32 bits", "mean diff.", "sd", "95 % interval",
 
 
 def bits(report: Mapping[str, object]) -> int:
-    """Those of the state that a result file compares with 32."""
+    """Bits of the state that a result file compares with 32."""
     return 4 if report.get("state_format") == "ratio4" else 8
 
 

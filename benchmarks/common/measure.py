@@ -1,4 +1,4 @@
-"""What a process can measure about itself: memory, optimizer state, time."""
+"""Measurements of a process by itself: memory, optimizer state, time."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def state_bytes(optimizer: torch.optim.Optimizer) -> int:
 
 
 def share_8bit(optimizer: torch.optim.Optimizer) -> float:
-    """Of all parameters, the share whose moments are 8-bit codes; a tensor's all are or none."""
+    """The share of all parameters whose moments are 8-bit codes; a tensor's all are or none."""
     coded = total = 0
     for group in optimizer.param_groups:
         for param in group["params"]:

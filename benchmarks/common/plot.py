@@ -104,7 +104,7 @@ def intervals(path: Path, report: Mapping[str, object]) -> None:
 
 
 def _counted(differences: list[float | None]) -> list[tuple[int, float]]:
-    """How often each difference occurs; a run that diverged has none."""
+    """Counts of each difference; a run that diverged has none."""
     finite = [difference for difference in differences if difference is not None]
     return [(finite.count(one), one) for one in sorted(set(finite))]
 

@@ -176,7 +176,7 @@ class Entry:
 
     @property
     def dtype(self) -> torch.dtype:
-        """What weights and activations are in."""
+        """The dtype of weights and activations."""
         return torch.float32 if self.form is None else self.form.dtype
 
     @property
@@ -296,7 +296,7 @@ REGISTRY: dict[str, Entry] = {entry.name: entry for entry in _entries()}
 
 
 def weighed() -> dict[str, Entry]:
-    """What `footprint` weighs, by name: every entry but those of bf16 weights, and all peers."""
+    """Entries that `footprint` weighs, by name: all but those of bf16 weights, and all peers."""
     entries = [entry for entry in REGISTRY.values() if entry.dtype == torch.float32]
     peers = (peer for row in ROWS for peer in row.peers() if peer.name not in REGISTRY)
     return {entry.name: entry for entry in (*entries, *peers)}

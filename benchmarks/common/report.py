@@ -1,4 +1,4 @@
-"""What every result file says besides its figures: command, versions, hardware, date."""
+"""Origin of result files: command, versions, hardware, date."""
 
 from __future__ import annotations
 

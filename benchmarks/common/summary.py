@@ -90,7 +90,7 @@ def table(result: Mapping[str, object]) -> Table:
 
 
 def first_steps(result: Mapping[str, object]) -> str:
-    """What each optimizer's first step cost once: seconds and resident memory."""
+    """One-time cost of each optimizer's first step: seconds and resident memory."""
     costs = (
         f"{name} {row['first_step_s']:.2f} s {_number(row['engine_mib'], 0)} MiB"
         for name, row in result["optimizers"].items()
@@ -99,7 +99,7 @@ def first_steps(result: Mapping[str, object]) -> str:
 
 
 def notes(device: str) -> str:
-    """What the columns are."""
+    """Heads of the columns."""
     if device == "cuda":
         peak = "peak MiB: largest CUDA allocation while training, weights and activations included"
     else:

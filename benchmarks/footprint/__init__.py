@@ -1,1 +1,1 @@
-"""How much memory training takes, whole and by its parts."""
+"""Memory of training, whole and by its parts."""

@@ -42,7 +42,7 @@ def cases(
     released: bool,
     **common: object,
 ) -> Iterator[Case]:
-    """What is weighed; further bits and released gradients are of this package's alone."""
+    """Rows that are weighed; further bits and released gradients are of this package's alone."""
     for network in networks:
         for dtype in dtypes:
             for entry in entries:

@@ -1,4 +1,4 @@
-"""What a training should keep, by the arithmetic of `lowbit-optim estimate`."""
+"""Expected bytes of a training, by the arithmetic of `lowbit-optim estimate`."""
 
 from __future__ import annotations
 

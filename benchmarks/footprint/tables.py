@@ -34,7 +34,7 @@ def groups(written: Mapping[str, object]) -> dict[tuple[str, str], list[Row]]:
 
 
 def title(written: Mapping[str, object], key: tuple[str, str]) -> str:
-    """What one group of rows is of."""
+    """Heading of a group of rows."""
     rows = groups(written)[key]
     return f"{key[0]} ({written['size']}), {rows[0]['params']:,} parameters in {key[1]}"
 

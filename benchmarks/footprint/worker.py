@@ -48,14 +48,14 @@ class Gauge:
         return peak - self.first
 
     def held(self) -> int | None:
-        """What is there now."""
+        """Bytes that are allocated now."""
         now = measure.held_bytes(self.device)
         return None if now is None or self.first is None else now - self.first
 
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """What is weighed.
+    """A training whose memory is weighed.
 
     Attributes:
         network, size: names in `networks.NETWORKS`.

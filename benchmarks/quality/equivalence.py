@@ -101,7 +101,7 @@ def _entries(optimizer: list[str] | None, state_format: str | None) -> list[regi
 
 
 def record(result: dict, pairs: list[dict], spec: dict, margin: float) -> dict[str, object]:
-    """What is written besides the command and the environment."""
+    """Entries of the result file besides the command and the environment."""
     kept = ("what", "metric", "params", "steps", "data")
     given = ("device", "threads", "seeds", "min_8bit_size", "coarsen", "state_format")
     return {

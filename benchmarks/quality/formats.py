@@ -1,4 +1,4 @@
-"""What each format of AdamW's state costs: errors of the update, long runs, milliseconds.
+"""Costs of each format of AdamW's state: errors of the update, long runs, milliseconds.
 
 `python -m benchmarks.quality.formats`: the total update against AdamW in float64, of synthetic
 gradients of many scales and of gradients that are recorded from training; step sizes beside the
@@ -102,7 +102,7 @@ def displacements(
     eps: float,
     dtype: torch.dtype,
 ) -> Iterator[Tensor]:
-    """How far a weight has moved from zero after so many steps, float64."""
+    """Weights that begin at zero, after so many steps, float64."""
     p, optimizer, wanted = None, None, set(stops)
     for count, gradient in enumerate(gradients, 1):
         if p is None:

@@ -26,7 +26,7 @@ SLACK = {"gpt": 0.5, "mnist": 2.0, "digits": 2.0}
 
 
 def _silent(*_: object, **__: object) -> None:
-    """Where the progress of a run goes."""
+    """Progress of a run, which is not shown."""
 
 
 def try_rates(

@@ -1,1 +1,1 @@
-"""How long a step takes, on CPUs and on GPUs."""
+"""Time of a step, on CPUs and on GPUs."""

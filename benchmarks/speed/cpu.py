@@ -27,7 +27,7 @@ _WORKER = "benchmarks.speed.cpu_worker"
 
 
 def default() -> list[str]:
-    """What is timed unless told otherwise: all that have an aim, and a few in 32 bits."""
+    """Rows that are timed unless told otherwise: all that have an aim, and a few in 32 bits."""
     wide = [row.entry_name("32bit") for row in registry.default_of("32-bit step")]
     return registry.aimed() + wide
 

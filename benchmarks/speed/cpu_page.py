@@ -21,7 +21,7 @@ INSTRUCTION_SETS = "", "_avx2"  # how the names of result files end
 
 
 def _pairs(runs: Iterable[dict]) -> dict[str, dict[str, list[dict]]]:
-    """Those of all runs, by optimizer, then by case; each with the bandwidth of its run's copy."""
+    """Rows of all runs, by optimizer, then by case; each with the bandwidth of its run's copy."""
     pairs: dict[str, dict[str, list[dict]]] = {}
     for run in runs:
         for pair in run["pairs"]:

@@ -48,7 +48,7 @@ class Pass:
 
 
 def _passes(optimizer: torch.optim.Optimizer) -> list[Pass]:
-    """Those of a step that has been taken; they work on the optimizer's memory."""
+    """Passes of a step that has been taken; they work on the optimizer's memory."""
     ((batch,),) = (plan.batches for plan in optimizer.plans.values())
     (bucket,) = batch.tables.buckets
     (rows,) = batch.tables.sweep(1, True).parts
@@ -95,7 +95,7 @@ def in_cache(name: str, dtype: torch.dtype, rounds: int) -> dict[str, dict[str, 
 
 
 def bound(row: Mapping[str, Any]) -> str:
-    """What keeps a pass from being faster."""
+    """The bound of a pass: memory, arithmetic, or both."""
     if row["of_copy"] > 0.85:
         return "memory"
     return "arithmetic" if row["ns_in_cache"]["median"] > 0.85 * row["ns"]["median"] else "both"

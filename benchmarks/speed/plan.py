@@ -27,7 +27,7 @@ from lowbit_optim_kernels.engines.triton import tables as engine_tables
 
 
 def _batch(tensors: int) -> Batch:
-    """What a step of AdamW8bit hands to the engine."""
+    """The batch that a step of AdamW8bit hands to the engine."""
     params = [torch.nn.Parameter(torch.randn(64)) for _ in range(tensors)]
     for p in params:
         p.grad = torch.randn_like(p)

@@ -1,1 +1,1 @@
-"""What kernels and passes cost, counted without running them."""
+"""Costs of kernels and passes, counted without running them."""

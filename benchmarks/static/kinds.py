@@ -1,4 +1,4 @@
-"""What a kernel of many kinds of tiles costs beside one of a single kind; needs no GPU.
+"""Cost of a kernel of many kinds of tiles beside one of a single kind; needs no GPU.
 
 `python -m benchmarks.static.kinds`: registers, programs that a multiprocessor's registers hold,
 spills, shared memory and seconds of compiling, for whole tiles of 8-bit state and for six kinds of

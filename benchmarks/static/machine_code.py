@@ -17,7 +17,7 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Count:
-    """What a kernel's machine code says.
+    """Figures of a kernel's machine code.
 
     Attributes:
         instructions: per element and thread.

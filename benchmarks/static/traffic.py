@@ -88,7 +88,7 @@ def rule_of(optimizer: torch.optim.Optimizer) -> Rule | None:
 
 
 def extra_reads(optimizer: torch.optim.Optimizer) -> list[str]:
-    """What the norms of a step read once more, of "param", "grad" and "state"."""
+    """The tensors that norms of a step read once more, out of "param", "grad" and "state"."""
     rule = rule_of(optimizer)
     again: list[str] = []
     for one in passes(rule)[:-1] if rule else ():

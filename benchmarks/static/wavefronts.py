@@ -1,4 +1,4 @@
-"""What kernels ask of the load/store unit: an optimizer step, emulated.
+"""Load of the load/store unit: an optimizer step, emulated.
 
 Bank conflicts of the look-ups depend on the codes, so the step follows others on the torch engine.
 """
@@ -23,7 +23,7 @@ LANES = 32
 
 @dataclass(frozen=True)
 class Pass:
-    """What a pass costs for each 32 elements.
+    """Cost of a pass for each 32 elements.
 
     Attributes:
         wavefronts: cycles of the load/store unit.

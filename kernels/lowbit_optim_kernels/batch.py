@@ -1,4 +1,4 @@
-"""What an engine is handed: tensors of an optimizer's groups, ready to be stepped together."""
+"""Batches: tensors of an optimizer's groups that an engine steps together."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class Slot:
         numel: element count of the global tensor.
         groups: process groups over which a shard's sums are added up, one after the other; none of
             a whole tensor.
-        lasting: a tensor for each of the rule's `lasting`: 0-d fp64, or fp32 of shape (100,).
+        lasting: a tensor for each of the rule's `lasting`: 0-d, or fp32 of shape (100,).
         index: its parameter's among those of its step plan.
         part: which of its batch's `hyper` are its hyperparameters.
         weights: how p is stored.
@@ -101,13 +101,13 @@ def address_columns(rule: Rule) -> int:
 
 
 def lasting_column(rule: Rule, k: int) -> int:
-    """Where the address table has the k-th of a rule's `lasting`."""
+    """The column of the address table for the k-th of a rule's `lasting`."""
     return STATE + 2 * len(rule.moments) + k
 
 
 @cache
 def state_columns(moments: tuple[Moment, ...], format: Format) -> tuple[int, ...]:
-    """Where the address table has the tensors of `Slot.state`.
+    """The columns of the address table for the tensors of `Slot.state`.
 
     Those with a number an element come first, those per block len(moments) columns later.
     """
@@ -181,7 +181,7 @@ class Batch:
 
     @property
     def identity(self) -> tuple[Any, ...]:
-        """What tells the batches of a step plan apart."""
+        """The key that tells the batches of a step plan apart."""
         return self.device, self.engine, self.turn, self.parts
 
     @cached_property

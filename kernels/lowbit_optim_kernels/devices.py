@@ -1,4 +1,4 @@
-"""What devices can do, and what they are doing."""
+"""Capabilities of devices, and whether they capture a graph."""
 
 from __future__ import annotations
 

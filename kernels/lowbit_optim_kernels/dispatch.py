@@ -1,4 +1,4 @@
-"""Which engine runs a tensor, and why not another.
+"""Choice of the engine that runs a tensor, and the calls that go to it: encode, decode, step.
 
 auto: a CUDA, ROCm or XPU tensor goes to Triton; a CPU tensor of fp32, bf16 or fp16 to Numba;
 anything else to torch. `use_engine` or the environment variable LOWBIT_OPTIM_ENGINE asks for one
@@ -26,9 +26,12 @@ from .formats.layout import Layout
 
 @dataclass(frozen=True)
 class EngineChoice:
-    """The engine that runs a tensor (`name`) and the `reason` for it, in a sentence.
+    """The engine that runs a tensor.
 
-    Of the Numba engine it ends with the vector instructions that are compiled for.
+    Attributes:
+        name: "triton", "numba" or "torch".
+        reason: for the choice, in a sentence; of the Numba engine it ends with the vector
+            instructions that are compiled for.
     """
 
     name: str
@@ -98,6 +101,10 @@ def engine_for(tensor: Tensor) -> EngineChoice:
     Raises:
         TypeError: for what is no tensor.
         RuntimeError: when an engine was asked for explicitly and cannot run this tensor.
+
+    Example:
+        >>> engine_for(torch.zeros(3, dtype=torch.float64)).name
+        'torch'
     """
     if not isinstance(getattr(tensor, "dtype", None), torch.dtype):
         raise TypeError(f"tensor must be a torch.Tensor; got {type(tensor).__name__}")
@@ -117,7 +124,7 @@ def load_engine(name: str) -> Any:
 
 
 def encode(unit: Unit, values: Sequence[Tensor], shape: torch.Size) -> dict[str, Tensor]:
-    """New tensors of a unit's parts, by key; rounded to nearest.
+    """Tensors of a unit's parts, by key, rounded to nearest; the given ones of an exact format.
 
     Args:
         unit: moments and the format that keeps them.

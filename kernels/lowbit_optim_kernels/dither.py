@@ -39,7 +39,7 @@ def mix(x: Any) -> Any:
 
 
 def tensor_key(seed: int, tensor: int) -> int:
-    """What all streams of a parameter share."""
+    """The key that all streams of a parameter share."""
     return int(mix((seed ^ mix((tensor + 1) & MASK)) & MASK))
 
 

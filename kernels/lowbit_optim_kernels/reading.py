@@ -1,4 +1,4 @@
-"""How tensors are read, and whether that is as it was before."""
+"""Read signatures: how tensors are read, and whether that is as it was before."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ COLUMNS: tuple[Callable[[Tensor], Any], ...] = (
 
 
 class ReadSignature:
-    """How tensors are read: what the columns say of each of some."""
+    """Read signature of some tensors: all that decides how each is read but its address."""
 
     def __init__(self, tensors: Sequence[Tensor]) -> None:
         self._columns = [list(map(look, tensors)) for look in COLUMNS]
@@ -67,10 +67,10 @@ class ReadSignature:
 
 
 def addresses_of(tensors: Iterable[Tensor]) -> list[int]:
-    """Where tensors are, 0 for those without memory."""
+    """Addresses of tensors, 0 for those without memory."""
     return list(map(Tensor.data_ptr, tensors))
 
 
 def alignments_of(addresses: Iterable[int]) -> list[int]:
-    """How far addresses are from those for the widest accesses."""
+    """Distances of addresses from those for the widest accesses, in bytes."""
     return [address % ACCESS_BYTES for address in addresses]

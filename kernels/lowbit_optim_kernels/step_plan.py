@@ -46,7 +46,7 @@ class _States:
 
 
 def stand_in(p: Tensor) -> Tensor:
-    """What a plan has in place of a gradient that is missing; it is never read."""
+    """A tensor in place of a gradient that is missing; it is never read."""
     return p.detach()
 
 
@@ -81,11 +81,11 @@ class Copies(Protocol):
 
 @dataclass(frozen=True)
 class _Snapshot:
-    """What a later step compares before it uses a plan again.
+    """Snapshot that a later step compares before it uses a plan again.
 
     Attributes:
-        states: of the parameters, with
-        values: everything that they hold, one after the other.
+        states: of the parameters.
+        values: everything that the states hold, one after the other.
         tensors, addresses: those of the parameters and states that a step reads and writes.
         held, gradients: how the parameters and their gradients are read.
         alignments: of the gradients' addresses, which may be others in each step.
@@ -124,15 +124,16 @@ class StepPlan:
     Parameters that have no gradient later are left out of a step, where engines can do that.
 
     Attributes:
-        form: the settings that decide how state is stored, what is run and by which engine, and how
-            many parameters each part of a group lists.
+        form: all that decides how state is stored, what is run and by which engine: settings, the
+            engine that is asked for, the version of the parameters' numbers, how many of them each
+            part of a group lists, and which tensors of an AMP scaler there are.
         listed: the parameters that those list.
         params: those of them that have or had a gradient, each once.
         held, gradients: of each the plain tensor that this rank holds, and that of its gradient.
         missing: the places of those that have no gradient; a `stand_in` is in its place.
         batches: the parameters by device and engine, as the engines are given them. Each keeps the
             engine's tables, which the plan after this one takes over if they fit.
-        copies: those of them that are whole copies of shards, to be renewed in every step.
+        copies: whole copies of shards, to be renewed in every step.
         staged: of parameters that are stepped in a copy, by their places, the part of the copy that
             is held.
         new_states: states that are to be kept once the step can no longer fail.
@@ -171,11 +172,11 @@ class StepPlan:
 
     @staticmethod
     def _positions_in(batch: Batch, of: Container[int]) -> frozenset[int]:
-        """Of some of the plan's parameters the places of those that a batch has."""
+        """Positions in a batch of its slots of these parameters."""
         return frozenset(k for k, slot in enumerate(batch.slots) if slot.index in of)
 
     def written(self) -> list[Tensor]:
-        """What is held of the parameters that are stepped."""
+        """This rank's tensors of the parameters that are stepped."""
         if not self.missing:
             return self.held
         return [p for i, p in enumerate(self.held) if i not in self.missing]
@@ -343,7 +344,7 @@ class StepPlan:
         self, before: _Snapshot, held: list[Tensor], gradients: list[Tensor],
         missing: frozenset[int], state: Mapping[Tensor, dict[str, Any]],
     ) -> list[int] | None:  # fmt: skip
-        """Of the gradients, those of before in place of missing ones; None if more is new."""
+        """Addresses of the gradients, old ones for missing ones; None if anything else is new."""
         if not (
             before.gradients.matches(gradients)
             and (held is self.params or same_objects(held, self.held))

@@ -50,7 +50,7 @@ TEMPORARY = ("new_max1", "new_max2", "unorm_vec")  # written anew in every step
 
 @dataclass(frozen=True)
 class Family:
-    """What bitsandbytes' states and groups are of an optimizer of ours.
+    """The correspondence of bitsandbytes' states and groups to an optimizer of ours.
 
     Attributes:
         states: the moments that `state1` and `state2` hold; several in one are stacked.
@@ -134,7 +134,7 @@ class BitsAndBytes(Library):
         )
 
     def group(self, saved: Mapping[str, Any], family: str) -> dict[str, Any]:
-        """What its groups say, and what its classes always do; nothing of what they ignore."""
+        """Settings of its groups and fixed ones of its classes, but those that it ignores."""
         its = FAMILIES[family]
         dropped = {*TWO_STATES, *NEVER_READ} - {*its.settings}
         group = {key: value for key, value in saved.items() if key not in dropped}
@@ -207,7 +207,7 @@ def _check_states(flat: Mapping[str, Any], family: str, its: Family) -> None:
 def _values(
     flat: Mapping[str, Any], i: int, moments: tuple[Moment, ...], p: Tensor
 ) -> list[Coded | Tensor]:
-    """What `state1` or `state2` holds of each of its moments: codes, or numbers."""
+    """The tensors of each moment that `state1` or `state2` holds: codes, or numbers."""
     key, state = f"state{i}", flat[f"state{i}"]
     stacked = len(moments) > 1
     wanted = (len(moments), *p.shape) if stacked else tuple(p.shape)

@@ -33,7 +33,7 @@ class Member:
 
     @property
     def steps(self) -> int:
-        """How many steps have been taken with it."""
+        """The number of steps taken with it."""
         return int(self.state["step"])
 
     def numbers(self, optimizer: LowBitOptimizer) -> dict[str, Tensor]:
@@ -127,5 +127,5 @@ def _require_inherited(number: int, part: Mapping[str, Any], inherited: Mapping[
 
 
 def _beside(value: Any) -> Any:
-    """What is beside settings, shared with nobody; `initial_lr` is a number, as `lr` is."""
+    """A copy of a group's value that is no setting; `initial_lr` becomes a number, as `lr` does."""
     return _settings.plain_copy(as_number(value, wait=True) if isinstance(value, Tensor) else value)

@@ -63,7 +63,7 @@ def _library_of(state_dict: Any) -> Library | None:
 
 
 def _kept(exact: Sequence[bool]) -> str:
-    """How much of the moments is as it was."""
+    """The share of the moments that is copied bit for bit, in words."""
     if not exact:
         return "it has no moments yet"
     if all(exact):

@@ -54,7 +54,8 @@ def to_bitsandbytes_state_dict(optimizer: LowBitOptimizer, layout: str = "flat")
     Raises:
         TypeError: if it is no optimizer of this package.
         ValueError: for another layout, if bitsandbytes has no class of its name, or does not have
-            what a setting asks for, `nesterov` or a `trust_coefficient` for example.
+            what a setting asks for, `nesterov`, a `trust_coefficient` or overrides by
+            `GlobalOptimManager` for example; and for DTensors.
 
     Example:
         >>> optimizer = AdamW8bit(model.parameters(), lr=1e-3)

@@ -35,7 +35,7 @@ def to_torch_state_dict(optimizer: LowBitOptimizer) -> dict[str, Any]:
         TypeError: if it is no optimizer of this package.
         ValueError: if torch.optim has no class of its name, or does not have what a setting asks
             for: `max_unorm`, `percentile_clipping`, `cautious`, or overrides by
-            `GlobalOptimManager`.
+            `GlobalOptimManager`; and for DTensors.
 
     Example:
         >>> optimizer = AdamW8bit(model.parameters(), lr=1e-3)

@@ -19,7 +19,7 @@ _replaced: dict[type, type] = {}  # bitsandbytes' classes by those that stand in
 
 
 class Patch:
-    """What `patch` did; as a context manager it is undone when the block ends.
+    """A record of what `patch` replaced; as a context manager it is undone when the block ends.
 
     A patch that was made while another was in force has done nothing, and undoes nothing.
     """

@@ -55,7 +55,7 @@ FLOW = ("bra", "brx", "call", "ret", "exit", "bar", "barrier", "trap")
 
 
 def register(instruction: Instruction, name: str) -> Register:
-    """What an operand names.
+    """The register that an operand names.
 
     Raises:
         UnsupportedError: if it is no register.

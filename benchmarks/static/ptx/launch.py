@@ -51,7 +51,7 @@ class _Driver:
 
 @dataclass
 class Emulation:
-    """What was launched.
+    """Record of what was launched.
 
     Attributes:
         arch: the architecture that is compiled for, e.g. 90.
@@ -68,7 +68,7 @@ class Emulation:
     batch: Batch | None = None
 
     def executable(self, name: str) -> Executable:
-        """What the last launch of a kernel ran."""
+        """The program of a kernel's last launch."""
         return _executable(self.kernels[name].asm["ptx"])
 
     def launch(self, kernel: Any, name: str, grid: tuple, given: Mapping[str, Any]) -> None:

@@ -117,7 +117,7 @@ class Machine:
         self.active = before
 
     def warps(self) -> int:
-        """How many warps have an active thread."""
+        """The number of warps with an active thread."""
         if self.active is None:
             return self.n // WARP
         return int(self.active.reshape(-1, WARP).any(1).sum())

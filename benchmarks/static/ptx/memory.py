@@ -26,7 +26,7 @@ _MANY = -2  # in place of an agent
 
 
 class FaultError(Exception):
-    """What no right kernel does."""
+    """A fault: no right kernel does this."""
 
 
 class Lanes(NamedTuple):
@@ -50,7 +50,7 @@ class Lanes(NamedTuple):
 
 @dataclass
 class Counters:
-    """What a launch cost and what was found wrong with it.
+    """Counts of a launch: its cost, and what was found wrong with it.
 
     Attributes:
         instructions: of warps; an instruction that no thread of a warp comes to is none of it.
@@ -258,7 +258,7 @@ def aligned(address: Array, size: int, text: str) -> None:
 
 
 def segments(offset: Array, warp: Array, size: int) -> int:
-    """How many different segments of memory warps touch."""
+    """The number of different segments of memory that warps touch."""
     return len(np.unique(warp << 44 | offset // size))
 
 

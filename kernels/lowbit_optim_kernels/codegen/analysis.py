@@ -24,7 +24,7 @@ def reads(fn: RuleFunction) -> tuple[str, ...]:
 
 
 def name_of(fn: RuleFunction) -> str:
-    """What a rule function is called in a generated module."""
+    """The name of a rule function in a generated module."""
     return fn.__name__ + SUFFIX
 
 

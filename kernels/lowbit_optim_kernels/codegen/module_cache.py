@@ -107,7 +107,7 @@ def _digest(name: str, data: bytes) -> bytes:
 
 
 def load(name: str) -> bytes | None:
-    """What was stored under a name, if it is there and as it was written."""
+    """The content stored under a name, if it is there and as it was written."""
     path = _stored_name(name)
     stored = None if path is None else read_private(path)
     if stored is None:

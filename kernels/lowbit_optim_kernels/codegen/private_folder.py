@@ -57,7 +57,7 @@ def private_folder(folder: Path) -> Path:
 
 
 def read_private(path: Path) -> bytes | None:
-    """What a file holds; None if it is missing, unreadable, or no plain file that is private."""
+    """A file's content; None if it is missing, unreadable, or no plain file that is private."""
     try:
         with open(path, "rb", opener=_open_without_following) as file:
             info = os.fstat(file.fileno())  # of what is read, whatever the name has come to mean

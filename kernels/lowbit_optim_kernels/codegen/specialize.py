@@ -56,7 +56,7 @@ class Item(SimpleNamespace):
 
 
 def variables(prefix: str, items: Iterable[Item]) -> tuple[Variable, ...]:
-    """What a template writes as `prefix[items]`."""
+    """Variables that a template writes as `prefix[items]`."""
     return tuple(Variable(f"{prefix}_{item.key}") for item in items)
 
 
@@ -134,7 +134,7 @@ class _Specializer(ast.NodeTransformer):
     def each(
         self, loop: ast.For | ast.comprehension, build: Callable[[], list]
     ) -> list[Any] | None:
-        """What is built for each item that a loop goes through; None if it is none of ours."""
+        """Nodes built for each item that a loop goes through; None if it is none of ours."""
         values = self.known(loop.iter)
         if values is _OPEN:
             return None

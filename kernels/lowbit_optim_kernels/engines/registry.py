@@ -45,7 +45,7 @@ class Refusal:
 
 @dataclass(frozen=True)
 class Engine:
-    """What runs optimizer steps.
+    """An engine: code that runs optimizer steps.
 
     Attributes:
         name: what `use_engine` and LOWBIT_OPTIM_ENGINE call it.

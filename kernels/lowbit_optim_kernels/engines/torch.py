@@ -1,7 +1,8 @@
 """The engine that runs anywhere: the rules over torch operators, one tensor at a time.
 
 It needs no compiler, works on any device and float dtype (fp64 stays fp64), and goes through a
-tensor in spans of at most 1/128 of it so that its temporaries stay small.
+tensor in spans of 1/128 of it, or of 65,536 elements if these are more, so that its temporaries
+stay small.
 """
 
 from __future__ import annotations

@@ -109,7 +109,7 @@ class Format(ABC):
         """The numbers of each moment, in `dtype`, of what `encode` returns."""
 
     def neighbours(self, stored: Sequence[Tensor]) -> list[list[Tensor]]:
-        """What is stored of one moment with every code one lower, and one higher, where it can be.
+        """The stored tensors of a moment with every code one lower, and one higher, where possible.
 
         They tell how far from a number that is read the one may have been that was written.
         """
@@ -145,7 +145,7 @@ class Unit:
         return [moment.key for moment in self.moments]
 
     def split(self, stored: Sequence[Any]) -> tuple[list[Any], list[Any]]:
-        """What there is for each part: for those per element, and for those per block."""
+        """The values of the parts per element, and those of the parts per block."""
         pairs = list(zip(self.parts, stored, strict=True))
         return [x for p, x in pairs if not p.per_block], [x for p, x in pairs if p.per_block]
 
@@ -156,7 +156,7 @@ OF_BITS = {4: "ratio4", 8: "dynamic8", 32: "float32"}  # what `optim_bits` means
 
 @cache
 def units(moments: tuple[Moment, ...], format: Format) -> tuple[Unit, ...]:
-    """How a rule's moments are kept: those that must stay exact as `float32`, others as asked."""
+    """Units of a rule's moments: those that must stay exact in `float32`, others as asked."""
     exact = FORMATS["float32"]
     made = []
     for chosen in dict.fromkeys((format, exact)):
@@ -169,7 +169,7 @@ def units(moments: tuple[Moment, ...], format: Format) -> tuple[Unit, ...]:
 
 @cache
 def constant(unit: Unit, values: tuple[float, ...]) -> tuple[float, ...]:
-    """What each part is filled with so that all elements of the moments are these values."""
+    """The filling of each part by which all elements of the moments are these values."""
     blocks = [
         torch.full((1, unit.format.block), x, dtype=torch.float64, device="cpu") for x in values
     ]

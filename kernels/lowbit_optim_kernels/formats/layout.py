@@ -45,7 +45,7 @@ class Layout:
         return -(-self.row // self.block)
 
     def positions_before(self, first: int) -> int:
-        """How many elements whole blocks have room for before a row of dimension 0.
+        """The elements that whole blocks have room for before a row of dimension 0.
 
         Of a flattened tensor, where a shard may begin within a block, the elements before this one.
         """

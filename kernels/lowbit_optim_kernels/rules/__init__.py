@@ -55,7 +55,7 @@ class RuleFunction(Protocol):
     gives: tuple[str, ...]
 
     def __call__(self, *args: Any) -> Any:
-        """What the function computes."""
+        """Compute the values called `gives`."""
 
     def __hash__(self) -> int:
         """Functions are kept in caches."""
@@ -121,14 +121,15 @@ class Moment:
 
 @dataclass(frozen=True)
 class Lasting:
-    """What is kept of a tensor from step to step, beside its moments and the number of steps.
+    """A number or history of a tensor that lasts from step to step, beside moments and step.
 
     Attributes:
         key: its name in `state_dict()`.
         start: its value before the first step.
         history: whether it is the last `HISTORY` numbers, in fp32, of what `recorded` is given; a
-            negative `start` says that nothing has been recorded. Otherwise it is one number, in
-            fp64, and what a function gives under its key is kept when the step is finished.
+            negative `start` says that nothing has been recorded. Otherwise it is one number, of
+            `devices.scalar_dtype`, and what a function gives under its key is kept when the step
+            is finished.
 
     `recorded(history, step, x, rank, live)` puts x into its place, or everywhere at first, and is
     the number of this rank, from 0, in order of size. It is infinite, and nothing is recorded, when
@@ -141,7 +142,7 @@ class Lasting:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Of its tensor."""
+        """The shape of its tensor."""
         return (HISTORY,) if self.history else ()
 
 

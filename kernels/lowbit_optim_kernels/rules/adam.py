@@ -13,7 +13,7 @@ AMSGRAD = (*ADAM, Moment("max_exp_avg_sq", SQUARE, maximum=True))
 
 
 def gains(beta1, beta2):
-    """What new moments take of the gradient: d = gain1 g, and v gains gain2 d^2 = (1 - beta2) g^2.
+    """The gains of new moments: d = gain1 g, and v gains gain2 d^2 = (1 - beta2) g^2.
 
     Taken of d, and not of g, that is a multiplication less for every element. 1 - beta is in fp64:
     in fp32, 1 - 0.999 is off by 5e-5 of itself.

@@ -47,7 +47,7 @@ def share_of_update(p_sq, u_sq, max_unorm):
 
 @gives("u")
 def capped(u, cap):
-    """Of both steps, that of z and that of y."""
+    """The update u of both sequences, z and y, under the cap."""
     return cap * u
 
 

@@ -9,13 +9,13 @@ MOMENTUM = (Moment("momentum_buffer", decay="momentum"),)
 
 
 def shares(step, momentum, dampening):
-    """Of buffer and gradient in the new buffer: a first one is the gradient, as in torch."""
+    """Shares of buffer and gradient in the new buffer: a first one is the gradient, as in torch."""
     return where(step == 1.0, 0.0, momentum), where(step == 1.0, 1.0, 1.0 - dampening)
 
 
 @gives("keep", "take", "shrink", "rate")
 def prepare_sgd(step, lr, momentum, dampening):
-    """Of the momentum buffer b the step makes keep b + take g."""
+    """The momentum buffer b becomes keep b + take g."""
     keep, take = shares(step, momentum, dampening)
     return keep, take, 1.0, lr
 

@@ -55,7 +55,7 @@ def agreement(g, u):
 
 @gives("boost")
 def boost_agreeing(agrees, numel):
-    """What makes up for the elements that stay: one over the share of those that move."""
+    """The factor that makes up for elements that stay: one over the share of those that move."""
     return 1.0 / maximum(agrees / maximum(numel, 1.0), LEAST_SHARE)
 
 

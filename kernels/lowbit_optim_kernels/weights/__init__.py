@@ -1,4 +1,4 @@
-"""How parameters are stored: what a step reads of them and writes, beside fp32.
+"""Storage of parameters: what a step reads of them and writes, beside fp32.
 
 A bf16 weight has 8 bits of mantissa, so that updates below 2**-9 of it are lost when it is rounded
 to nearest. Either it is rounded by dither, so that it moves as it should on average, or further

@@ -1,4 +1,4 @@
-"""How weights are read and written in Triton; the package's text says what is computed.
+"""Reading and writing of weights in Triton; the package's text says what is computed.
 
 With PTX (NVIDIA only) what differs is of no account: NaN is the machine's own 0x7FFF, whatever its
 residual; and a residual may be there beside p = 0, where it is not read.
@@ -171,7 +171,7 @@ def split(w, bits, EXTRA: tl.constexpr, DITHERED: tl.constexpr):
 @triton.jit
 def write(w, bits, TYPE: tl.constexpr, SPLIT: tl.constexpr, EXTRA: tl.constexpr,
           DITHERED: tl.constexpr, PTX: tl.constexpr):  # fmt: skip
-    """What is stored of the weights of a tile, in p and beside it; the second is for EXTRA bits."""
+    """The stored weights of a tile: those in p, and the residual of EXTRA bits beside it."""
     if SPLIT and PTX:
         return ptx_split(w, bits, EXTRA)
     elif SPLIT:

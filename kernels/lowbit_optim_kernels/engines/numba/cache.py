@@ -44,7 +44,7 @@ class CFunction:
 
 @cache
 def processor() -> str:
-    """What machine code is for: LLVM's names of the system, the processor and its features."""
+    """The target of machine code: LLVM's names of the system, the processor and its features."""
     name = vars(config)["CPU_NAME"] or llvm.get_host_cpu_name()
     return repr((llvm.get_process_triple(), name, host_features()))
 

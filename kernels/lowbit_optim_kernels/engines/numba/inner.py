@@ -1,4 +1,4 @@
-"""How functions are compiled that only other compiled functions call."""
+"""Compilation of functions that only other compiled functions call."""
 
 from __future__ import annotations
 

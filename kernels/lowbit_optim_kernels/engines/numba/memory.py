@@ -113,7 +113,7 @@ def seen(b: ir.IRBuilder, address: ir.Value) -> ir.Value:
 
 @of_one(types.int64)
 def number_of(b: ir.IRBuilder, function: ir.Value) -> ir.Value:
-    """What the C function `int function(void)` at an address returns."""
+    """The result of the C function `int function(void)` at an address."""
     return b.sext(b.call(pointer(b, function, ir.FunctionType(i32, [])), []), i64)
 
 
@@ -141,7 +141,7 @@ def pause(typing):
 
 
 def _cell(b: ir.IRBuilder, table: list, element: ir.Type) -> ir.Value:
-    """Where a table of 8-byte numbers has a row's column; from its address and its columns."""
+    """The address of a cell in a table of 8-byte numbers, by its number of columns."""
     address, row, columns, column = table
     place = b.add(b.mul(row, columns), column)
     return pointer(b, b.add(address, b.shl(place, ir.Constant(i64, 3))), element)

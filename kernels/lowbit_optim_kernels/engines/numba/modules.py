@@ -24,7 +24,7 @@ HELPERS = ("cache", "dither", "element", "inner", "job", "memory", "scalar", "sw
 
 @cache
 def depends(format: Format | None = None) -> tuple[str, ...]:
-    """What compiled code depends on beside its own text."""
+    """Sources that compiled code depends on beside its own text."""
     modules = [importlib.import_module(f"{__package__}.{name}") for name in HELPERS]
     modules += [batch, dither, rules, weights, importlib.import_module(source.WEIGHTS)]
     code = None if format is None else source.code_of(format)

@@ -156,7 +156,7 @@ def store_moments():
 
 
 def update_blocks():
-    """Those of a run, at the addresses `at`."""
+    """Update the blocks of a run, at the addresses `at`."""
     if MOMENTS:
         for start in range(0, n, BLOCK):
             stop = start + BLOCK if start + BLOCK < n else n
@@ -191,7 +191,7 @@ def add_terms():
 
 
 def mend_sums():
-    """What is not finite is left out; nearly always all are, as their sums are then."""
+    """Leave out terms that are not finite; nearly always all are, as their sums are then."""
     if not all(isfinite(run_sum[x]) for x in TERMS):
         for only in (True,):
             add_terms()
@@ -390,7 +390,7 @@ def combine(job):
 
 
 def keep(job):
-    """What lasts of what the scalar functions gave."""
+    """Store the lasting numbers that the scalar functions gave."""
     read_tensors_job()
     for t in range(first, last):
         see_tensor()

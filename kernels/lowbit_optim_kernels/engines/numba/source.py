@@ -84,12 +84,12 @@ def _call(fn: RuleFunction) -> SimpleNamespace:
 
 
 def column_of(rule: Rule, name: str) -> int:
-    """Where `scalars` has a per-tensor value."""
+    """The column of a per-tensor value in `scalars`."""
     return GSCALE if name == "gscale" else SCALARS + rule.scalars().index(name)
 
 
 def _tables(rule: Rule) -> dict[str, Any]:
-    """What the templates ask about the tables of a rule's tensors."""
+    """Names that the templates read about the tables of a rule's tensors."""
     return {
         "ADDRESS_COLUMNS": address_columns(rule), "GEOMETRY": job.Geometry, "CHUNK": job.Chunk,
         "SCALAR_COLUMNS": SCALARS + len(rule.scalars()), "GSCALE": GSCALE, "STEP": STEP,
@@ -247,7 +247,7 @@ class _Passes:
         )  # fmt: skip
 
     def _bound(self, chain: Chain, terms: tuple[Item, ...]) -> dict[str, Any]:
-        """What the templates of a pass ask about its rule and its storage."""
+        """Names that the templates of a pass read about its rule and its storage."""
         updates, extra = not terms, self.weights.extra
         wanted = inputs(chain)
         tensors = [

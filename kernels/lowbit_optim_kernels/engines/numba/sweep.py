@@ -72,7 +72,7 @@ def done(row, owner):
 
 @inner
 def not_done(row):
-    """How many threads have pieces that are not."""
+    """The number of threads with pieces that are not done."""
     full, found = (1 << read_i64(row + EACH)) - 1, 0
     for owner in range(read_i64(row + THREADS)):
         if done(row, owner) != full:

@@ -24,7 +24,7 @@ WINDOW = 1 << 18  # elements for each thread: 2 MiB of a cache, for parameters a
 
 
 def threads_for(elements: int, threads: int) -> int:
-    """How many of these threads so many elements are worth."""
+    """The number of threads that so many elements are worth, of those there are."""
     return threads if elements > ALONE else 1
 
 
@@ -54,7 +54,7 @@ class Bucket:
 
 @dataclass
 class Tables:
-    """What depends only on the shapes, dtypes and rule of a batch; kept from step to step.
+    """Tables of a batch by its shapes, dtypes and rule; kept from step to step.
 
     `rows` are the addresses that were put into `address` last, but for what each step has anew.
     """

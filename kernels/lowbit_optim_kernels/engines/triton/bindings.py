@@ -143,7 +143,7 @@ def _with_tables(rule: Rule, formats: Sequence[Format], ptx: bool) -> list[tuple
 
 @cache
 def code_tables(rule: Rule, formats: tuple[Format, ...], ptx: bool, device: torch.device) -> Tensor:
-    """What the per-element kernels take as `tables`, for steps on any stream.
+    """Look-up tables, the argument `tables` of the per-element kernels, for any stream.
 
     So it comes whole from the host, by a copy that is over when `to` returns.
     """
@@ -314,7 +314,7 @@ class _Writer:
         return functions, moments, unit.format.exact, unit.index, elements, per_block, offset
 
     def _moment(self, moment: Moment, unit: Unit) -> tuple[bool, int, int, int]:
-        """What a format's functions are told of a moment; `primitives` names it."""
+        """The description of a moment for a format's functions; `primitives` names its fields."""
         dithered = bool(moment.stream) and not unit.format.exact
         partner = unit.keys.index(moment.partner) if moment.partner in unit.keys else -1
         stream = self.streams.index(moment.stream) if dithered else 0

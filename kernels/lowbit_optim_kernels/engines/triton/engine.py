@@ -42,8 +42,8 @@ CHUNK = 4096  # tiles whose partial sums one program adds up
 def kernels(rule: Rule, formats: tuple[Format, ...], ptx: bool) -> ModuleType:
     """The module of Triton kernels of a rule for tiles of these formats.
 
-    Triton itself looks at the source of all that a kernel calls before it takes compiled code from
-    its cache; the name tells a reader apart what this module's text does.
+    Its name only helps readers: before Triton takes compiled code from its cache, it looks at the
+    source of all that a kernel calls.
     """
     label = f"{rule.name}_triton{'_ptx' if ptx else ''}"
     return import_source(label, bindings.module(rule, formats, ptx), (triton.__version__,))

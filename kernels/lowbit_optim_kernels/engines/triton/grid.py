@@ -117,12 +117,12 @@ class Grid:
 
 
 def number_of(dtype: torch.dtype) -> int:
-    """What stands for a dtype in the constants of a kernel."""
+    """The number that stands for a dtype in the constants of a kernel."""
     return list(TYPES).index(dtype)
 
 
 def blocks_of_tile(format: Format) -> int:
-    """How many full blocks a tile has.
+    """The number of full blocks in a tile.
 
     Raises:
         ValueError: blocks do not divide a tile, or do not start at aligned addresses.
@@ -242,7 +242,7 @@ def pieces(kinds: Sequence[Kind]) -> list[int]:
 
 
 def constants(kinds: tuple[Kind, ...]) -> dict[str, Any]:
-    """What makes a specialization of the per-element kernels: the kinds of tiles in one launch."""
+    """Constants by which per-element kernels are specialized: the kinds of tiles in a launch."""
     number = {format: i for i, format in enumerate(formats_of(kinds))}
     return {
         "KINDS": tuple(
@@ -266,7 +266,7 @@ def constants(kinds: tuple[Kind, ...]) -> dict[str, Any]:
 
 
 def _lengths(kind: Kind) -> tuple[int, int]:
-    """How many elements a thread takes in a row, at most: in a pass that reads moments, in others.
+    """Most elements that a thread takes in a row: in a pass that reads moments, and in others.
 
     16 bytes of p and g: with more, a warp would read every other 16 bytes at a time. A format of
     whose kernels something else is the limit has a RUN of its own.

@@ -1,4 +1,4 @@
-"""How a tile's moments are read and written, whatever their formats, in Triton."""
+"""Reading and writing of a tile's moments, whatever their formats, in Triton."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def read_unit(row_at, tables, base, at, block, inside, mask,
 
 @triton.jit
 def all_finite(moments):
-    """Where all moments of an element are finite.
+    """A mask: all moments of an element are finite.
 
     One test serves all of them: their sum overflows only next to where one does.
     """

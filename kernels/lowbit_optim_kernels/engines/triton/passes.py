@@ -3,7 +3,7 @@
 A program takes a tile of one tensor, so that one launch covers any number of tensors. A tile has
 room for TILE elements: as many blocks of its tensor's format. Tables on the device:
 
-    address   int64 (tensors, ...)   p, g, step, then columns that `batch.state_columns` deals out
+    address   int64 (tensors, ...)   p, g, step, residual, then `batch.state_columns`, what lasts
     geometry  int64 (tensors, 7)     row, rows, first tile, global numel, key (32 bits; above them
                                      part) and numbers of the first blocks of its random bits; of
                                      weights that are SHIFTED the place of the first element
@@ -93,7 +93,7 @@ U, SHRINK, RATE, NEW = (tl.constexpr(i) for i in range(4))  # of what the update
 
 @triton.jit
 def call(values, CALL: tl.constexpr):
-    """What a rule's function gives for its share of the values, as a tuple."""
+    """The results of a rule's function for its share of the values, as a tuple."""
     given = CALL[FUNCTION](*pick(values, CALL[READS]))
     if CALL[GIVES] == 1:
         return (given,)
@@ -137,7 +137,7 @@ def read(
     t, address, geometry, work, floats, tables, piece, RULE: tl.constexpr, FORMAT: tl.constexpr,
     KINDS: tl.constexpr, KIND: tl.constexpr, SCALED: tl.constexpr, NB: tl.constexpr,
 ):  # fmt: skip
-    """What the rule's functions may read of NB blocks of a tile from `piece` on.
+    """The values that the rule's functions may read, of NB blocks of a tile from `piece` on.
 
     Scalars, p, g, and moments in the rule's order; the addresses of p, its residual and the tensors
     of each unit; and which blocks and elements there are.
@@ -286,7 +286,7 @@ def terms_of_blocks(
 
 @triton.jit
 def clean(term, mask, CLEAN: tl.constexpr, WHOLE: tl.constexpr):
-    """What counts of a term: finite numbers, within the tensor."""
+    """A term with zeros where it does not count: outside of the tensor, or not finite."""
     if CLEAN:
         term = only_finite(term)
     if not WHOLE:
@@ -352,7 +352,7 @@ def sum_tile(
 
 @triton.jit
 def partial_at(t, geometry, work, partial, TERMS: tl.constexpr):
-    """Where a program's sums go."""
+    """The addresses of a program's sums."""
     tile = tl.load(geometry + t * GEOMETRY + FIRST_TILE)
     tile += tl.load(work + WORK * tl.program_id(0) + 1)
     return partial + tile * TERMS

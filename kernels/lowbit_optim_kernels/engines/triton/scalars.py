@@ -1,4 +1,4 @@
-"""What a step computes once per tensor, in Triton: a lane per tensor, in fp64.
+"""Arithmetic once per tensor, in Triton: a lane per tensor, in fp64.
 
 `passes` says what the tables hold, and `bindings` writes the kernels that call `begin`, `combine`
 and `keep`; `add_up` is a kernel itself.
@@ -50,7 +50,7 @@ def per_tensor(t, mask, step, address, geometry, hyper, scalars, sums, SOURCE: t
 
 @triton.jit
 def own_hyper(t, mask, geometry, hyper, WIDTHS: tl.constexpr):
-    """Where each tensor's hyperparameters are."""
+    """The address of each tensor's row of hyperparameters."""
     part = tl.load(geometry + t * GEOMETRY + KEY, mask=mask, other=0) >> 32
     return hyper + part * WIDTHS[2]
 

@@ -184,7 +184,7 @@ def _send_hyperparameters(tables: Tables, batch: Batch) -> None:
 
 
 def float_names(rule: Rule) -> list[str]:
-    """What the columns of `floats` after the first two hold."""
+    """Names of the columns of `floats` after the first two."""
     elements = element_scalars(rule, element_functions(rule))
     return list(dict.fromkeys([*rule.scalars(), *elements]))
 
@@ -195,7 +195,7 @@ def streams(rule: Rule) -> list[int]:
 
 
 def random_column(rule: Rule) -> int:
-    """Where `floats` has two numbers for each of the streams; even, as it is read by pairs."""
+    """First column of `floats` with two numbers for each stream; even, as pairs are read."""
     columns = SCALARS + len(float_names(rule))
     return columns + columns % 2
 
@@ -207,12 +207,12 @@ def lanes(rule: Rule, fn: RuleFunction) -> int:
 
 
 def _weights_before(slot: Slot) -> int:
-    """What `geometry` has of a slot's first weight: the number of its block, or its place."""
+    """The column WEIGHTS_BEFORE: the number of the first weight's block, or its place."""
     return slot.weights_before if slot.shifted else slot.weights_before // WEIGHT_BLOCK
 
 
 def _key(slot: Slot) -> int:
-    """What `geometry` has of a slot's random bits, and above these 32 bits its part.
+    """The column KEY: that of a slot's random bits, and above these 32 bits its part.
 
     Not in a column of its own: kernels of elements use nearly all registers that there are, and of
     what is next to spilling one was spilled by another width of the table.

@@ -1,4 +1,4 @@
-"""Where the elements of a tile are, in Triton; `passes` says what the tables hold."""
+"""Positions of the elements of a tile, in Triton; `passes` says what the tables hold."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def blocks_of(t, piece, geometry, work, BLOCK: tl.constexpr, BLOCKS: tl.constexp
 def place(t, piece, geometry, work, BLOCK: tl.constexpr, ROOM: tl.constexpr,
           BLOCKS: tl.constexpr, WHOLE: tl.constexpr, ALIGN: tl.constexpr,
           RUN: tl.constexpr, NB: tl.constexpr):  # fmt: skip
-    """Where the NB blocks of a tile from `piece` on are: offsets, block numbers, masks.
+    """Positions of the NB blocks of a tile from `piece` on: offsets, block numbers, masks.
 
     The offsets are one of the tile and, added to it, those of blocks and of elements in a block.
     """
@@ -180,7 +180,7 @@ def operand(row_at, base, at, COLUMN: tl.constexpr, TYPE: tl.constexpr, ALIGN: t
 
 @triton.jit
 def load(at, mask, PAD: tl.constexpr, WHOLE: tl.constexpr):
-    """What is at the addresses of a tile, or of one number a block; PAD outside of the mask."""
+    """The numbers at the addresses of a tile, or one a block; PAD outside of the mask."""
     return joined(tl.load(at) if WHOLE else tl.load(at, mask=mask, other=PAD))
 
 

@@ -49,8 +49,9 @@ def create_dynamic_map(signed: bool = True) -> Tensor:
     """The 256 values of the dynamic 8-bit code, ascending.
 
     Args:
-        signed: True for the map of first moments (zero is code 127, the largest value 1.0 is code
-            255, the smallest is -0.99297); False for non-negative state (zero is code 0).
+        signed: True (default) for the map of first moments (zero is code 127, the largest value
+            1.0 is code 255, the smallest is -0.99297); False for non-negative state (zero is code
+            0).
 
     Returns:
         fp32 tensor of shape (256,) on the CPU, a fresh copy.

@@ -79,7 +79,7 @@ def new_scales():
 
 @inner
 def mend(row, n, *largest):
-    """What a block with unusual numbers needs: zeroes for what is not finite, other scales."""
+    """Repair a block with unusual numbers: zeroes for what is not finite, other scales."""
     if not all(largest[m] < INFINITY for m in MOMENTS):
         for m in MOMENTS:
             top[m] = splat(f32(0.0))

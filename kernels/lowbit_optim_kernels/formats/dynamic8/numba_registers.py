@@ -30,7 +30,7 @@ TRANSPOSE = [4 * (i % 4) + i // 4 for i in range(16)]
 
 
 def by_halves(b: ir.IRBuilder, emit: Callable, *vectors: ir.Value) -> ir.Value:
-    """What eight lanes give, for each half of sixteen."""
+    """The results of a function of eight lanes, for each half of sixteen."""
     halves = [emit(*(shuffle(b, x, x, range(k, k + 8)) for x in vectors)) for k in (0, 8)]
     return _joined(b, halves)
 

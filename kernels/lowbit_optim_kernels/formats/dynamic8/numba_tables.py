@@ -92,7 +92,7 @@ def dithered_slopes(signed: bool) -> np.ndarray:
 
 
 def octave_table(tops: np.ndarray, first: int) -> np.ndarray:
-    """What to add to the bits of y to make its exponent field `first` and one more above each top.
+    """The addend to the bits of y by which its exponent field is `first`, one more above each top.
 
     uint32 (32,), indexed by the low five bits of y's own field. An octave has at most one of the
     tops inside; there the mantissa's carry adds the one.

@@ -165,7 +165,7 @@ def _encode_unsigned(x, top, tables, PTX: tl.constexpr):
 
 @triton.jit
 def _place(x, top, tables, SIGNED: tl.constexpr, PTX: tl.constexpr):
-    """Where magnitudes are among the codes, by straight lines from value to value."""
+    """Positions of magnitudes among the codes, by straight lines from value to value."""
     y = tl.abs(x) * _scaled_inverse(top, DITHER_SCALE[SIGNED], PTX)[:, None]
     cell = (y.to(tl.uint32, bitcast=True) >> 23).to(tl.int32)
     slope, start = _line(tables, cell, FIRST_OCTAVE + (0 if SIGNED else OCTAVES), OCTAVES)
@@ -225,7 +225,7 @@ def encode(moments, scales, random, tables, K: tl.constexpr, MOMENTS: tl.constex
 
 
 def table(ptx: bool, device: torch.device) -> Tensor:
-    """What `decode` and `encode` get as `tables`."""
+    """The argument `tables` of `decode` and `encode`."""
     return triton_tables.packed(ptx, device)
 
 

@@ -84,7 +84,7 @@ def _fit(y: np.ndarray, z: np.ndarray, up: bool) -> np.ndarray:
 
 
 def _ulp(x: np.ndarray) -> np.ndarray:
-    """Of fp32 numbers of this size."""
+    """The distance of fp32 numbers of this size from the next one."""
     return np.spacing(np.abs(x).astype(np.float32)).astype(np.float64)
 
 
@@ -129,7 +129,7 @@ def lines(signed: bool, up: bool = False) -> tuple[np.ndarray, np.ndarray]:
 
 
 def dither_scale(signed: bool) -> float:
-    """What y is for a magnitude of absmax."""
+    """The y of a magnitude of absmax."""
     return 1.0 / pieces(signed).threshold[-1]
 
 

@@ -167,7 +167,7 @@ def encode():
 
 
 def store_codes():
-    """Those of the block before."""
+    """Write the codes of the block before."""
     if BITS == 4:
         for m in MOMENTS:
             if m.role == "ratio":

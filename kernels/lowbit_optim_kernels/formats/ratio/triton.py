@@ -109,7 +109,7 @@ def inverse_of(scale, PTX: tl.constexpr):
 
 @triton.jit
 def largest(x):
-    """Of each block, of numbers that are not negative."""
+    """The largest number of each block, of numbers that are not negative."""
     return tl.max(x, 1)
 
 
@@ -121,7 +121,7 @@ def square_scale(v, LEVELS: tl.constexpr, PTX: tl.constexpr):
 
 @triton.jit
 def square_place(v, scale, PTX: tl.constexpr):
-    """Where squares are among the codes: at 1 or above if they are positive, else at 0."""
+    """Positions of squares among the codes: 1 or above for positive ones, else 0."""
     root, _inverse = root_and_inverse(v, PTX)
     if PTX:  # NaN where all are zero, of which the maximum is 0
         y = ptx_sqrt(root * ptx_reciprocal(scale)[:, None])
