@@ -10,7 +10,7 @@ from torch import Tensor
 from lowbit_optim_kernels.rules import Rule
 from lowbit_optim_kernels.rules.adam import adam_rule
 
-from . import _checks
+from . import _bitsandbytes_arguments, _checks
 from ._arguments import documented, settings_of
 from ._optimizer import LowBitOptimizer
 from ._variants import fixed_bits
@@ -77,8 +77,8 @@ class Adam(LowBitOptimizer):
         fused: bool | None = None,
         decoupled_weight_decay: bool = False,
     ) -> None:
-        _checks.bitsandbytes_order(percentile_clipping, "is_paged")
-        _checks.bitsandbytes_switches(block_wise, is_paged)
+        _bitsandbytes_arguments.positional_order(percentile_clipping, "is_paged")
+        _bitsandbytes_arguments.switches(block_wise, is_paged)
         super().__init__(params, settings_of(locals()), args)
 
     def _validate(self, group: Mapping[str, Any]) -> None:

@@ -10,7 +10,7 @@ from torch import Tensor
 from lowbit_optim_kernels.rules import Rule
 from lowbit_optim_kernels.rules.ademamix import ademamix_rule
 
-from . import _checks
+from . import _bitsandbytes_arguments, _checks
 from ._arguments import documented, settings_of
 from ._optimizer import LowBitOptimizer
 from ._variants import fixed_bits
@@ -87,7 +87,7 @@ class AdEMAMix(LowBitOptimizer):
         differentiable: bool = False,
         fused: bool | None = None,
     ) -> None:
-        _checks.bitsandbytes_switches(is_paged=is_paged)
+        _bitsandbytes_arguments.switches(is_paged=is_paged)
         super().__init__(params, settings_of(locals()), args)
 
     def _validate(self, group: Mapping[str, Any]) -> None:

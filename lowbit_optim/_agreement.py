@@ -74,13 +74,16 @@ def _agree(
         high, low = extremes[: len(numbers)], [-x for x in extremes[len(numbers) :]]
         differ = [k for k, (a, b) in enumerate(zip(high, low, strict=True)) if a != b]
         if error is None and differ:
-            index = differ[0]
-            shape = tuple(of_mesh[index % len(of_mesh)].shape)
-            some = "different entries"
-            if index < len(of_mesh):
-                some = f"{KINDS[low[index]]} on some and {KINDS[high[index]]} on others"
-            error = ValueError(
-                f"the ranks' state dicts differ: of a parameter of shape {shape} they have {some}"
-            )
+            error = _difference(of_mesh, differ[0], low, high)
     if error is not None:
         raise error
+
+
+def _difference(of_mesh: list[Any], index: int, low: list[int], high: list[int]) -> ValueError:
+    """The error that ranks differ in one of the numbers that `_agree` compares."""
+    shape, some = tuple(of_mesh[index % len(of_mesh)].shape), "different entries"
+    if index < len(of_mesh):
+        some = f"{KINDS[low[index]]} on some and {KINDS[high[index]]} on others"
+    return ValueError(
+        f"the ranks' state dicts differ: of a parameter of shape {shape} they have {some}"
+    )

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lowbit_optim_kernels.formats import units
+from lowbit_optim_kernels.formats import parts_of
 
 from . import _cast_checks, _checks, _settings, _sharding, _state_dicts
 from ._agreement import agreeing
@@ -173,8 +173,7 @@ class CheckpointBase(StateBase):
             for p in settings["params"]
             if _sharding.is_dtensor(p) and p in self.state and p.device.type != "meta"
             if not any(moment.signed for moment in self._moments(settings))
-            for unit in units(self._moments(settings), self._format(p, settings))
-            for part in unit.parts
+            for part in parts_of(self._moments(settings), self._format(p, settings))
             if part.per_block and part.key in self.state[p]
         ]
         return any(x.numel() for x in scales) and not any(bool(x.any()) for x in scales)

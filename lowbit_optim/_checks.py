@@ -214,22 +214,6 @@ def common(group: Mapping[str, Any]) -> None:
         raise ValueError("foreach and fused cannot both be True; leave one of them None")
 
 
-def bitsandbytes_switches(block_wise: Any = True, is_paged: Any = False) -> None:
-    """Warn of bitsandbytes' arguments that ask for what there is not."""
-    flag("block_wise", block_wise)
-    flag("is_paged", is_paged)
-    if not block_wise:
-        warn_user(
-            "block_wise=False has no effect: 8-bit state always has one scale per block of "
-            "elements; optim_bits=32 is state without blocks"
-        )
-    if is_paged:
-        warn_user(
-            "is_paged=True has no effect: state stays on its parameter's device and is not paged "
-            "to the host; optim_bits=8 makes it four times as small"
-        )
-
-
 def warn_user(message: str, *others: str) -> None:
     """Warn at the line outside this package that called it, however many constructors deep.
 
@@ -244,40 +228,6 @@ def warn_user(message: str, *others: str) -> None:
     ):
         frame, level = frame.f_back, level + 1
     warnings.warn(message, UserWarning, stacklevel=level)
-
-
-def bitsandbytes_order(percentile_clipping: Any, follower: str) -> None:
-    """Refuse a call in the positional order of bitsandbytes 0.50, where its types show it.
-
-    `percentile_clipping` and `block_wise` are gone there, so that what stood after them, `is_paged`
-    or `max_unorm`, comes first. A `max_unorm` that is an integer cannot be told apart.
-    """
-    if isinstance(percentile_clipping, bool if follower == "is_paged" else float):
-        raise ValueError(
-            f"percentile_clipping must be an integer 0..100, got {percentile_clipping!r}; "
-            "bitsandbytes 0.50 dropped percentile_clipping and block_wise from the positional "
-            f"order: pass {follower} by keyword"
-        )
-
-
-ARGS = ("optim_bits", "min_8bit_size", "percentile_clipping", "max_unorm")
-
-
-def from_args(args: Any, name: str, otherwise: Any) -> Any:
-    """A setting's value in bitsandbytes' `args`, an object or a dict."""
-    if isinstance(args, Mapping):
-        return args.get(name, otherwise)
-    return getattr(args, name, otherwise)
-
-
-def replace_by_args(defaults: dict[str, Any], args: Any) -> None:
-    """Let bitsandbytes' `args` replace the constructor's values."""
-    if args is not None and all(from_args(args, name, None) is None for name in ARGS):
-        raise TypeError(
-            f"args must be an object or a dict with any of {', '.join(ARGS)}; got {args!r}"
-        )
-    for name in ARGS:
-        defaults[name] = from_args(args, name, defaults[name])
 
 
 def momentum(group: Mapping[str, Any]) -> None:

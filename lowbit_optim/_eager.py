@@ -22,7 +22,7 @@ from lowbit_optim_kernels.batch import STEP_DTYPE, WEIGHT_BLOCK, Batch, Slot
 from lowbit_optim_kernels.devices import refuse_capture, scalar_dtype
 from lowbit_optim_kernels.dither import tensor_key
 from lowbit_optim_kernels.engines import torch as torch_engine
-from lowbit_optim_kernels.formats import compute_dtype, units
+from lowbit_optim_kernels.formats import compute_dtype, parts_of, units
 from lowbit_optim_kernels.formats.layout import Layout
 from lowbit_optim_kernels.rules import Lasting, Moment, Rule
 from lowbit_optim_kernels.rules.shared import CLIP, NORMS, with_dither
@@ -180,7 +180,7 @@ class EagerOptimizer(LowBitOptimizer):
         state["step"] = torch.tensor(steps, dtype=STEP_DTYPE, device="cpu")
         for key, extra in self._extras(p, group, state).items():
             value = state.get(key)
-            found = tuple(value.shape) if isinstance(value, Tensor) else value
+            found = _tensor_checks.shape_or_value(value)
             if found != extra.shape:
                 raise ValueError(f"{key!r} must have shape {extra.shape}; got {found!r}")
             state[key] = state[key].to(compute_dtype(p)).contiguous()
@@ -292,7 +292,7 @@ class EagerOptimizer(LowBitOptimizer):
         values = [work.moments[moment.key] for moment in rule.moments]
         slot = Slot(
             p=values[0], g=values[-1], format=format, rows=layout.rows, row=layout.row,
-            state=tuple(state[part.key] for x in units(rule.moments, format) for part in x.parts),
+            state=tuple(state[part.key] for part in parts_of(rule.moments, format)),
             step=torch.full((), work.t, dtype=STEP_DTYPE, device=p.device),  # which it counts
             numel=p.numel(), tensor_key=key,
         )  # fmt: skip
@@ -307,8 +307,6 @@ class EagerOptimizer(LowBitOptimizer):
 
 def _check_extra(key: str, value: Any, must_be: str) -> None:
     """Refuse numbers that no step leaves in a state beside the moments."""
-    if not isinstance(value, Tensor):
-        raise ValueError(f"{key!r} must be a tensor, got {value!r}")
     _tensor_checks.require_dense(key, value)
     if not bool(value.isfinite().all()):
         raise ValueError(f"{key!r} has elements that are not finite")

@@ -25,15 +25,15 @@ ALL_GATHER = "all_gather_single" if hasattr(dist, "all_gather_single") else "all
 
 def _rows(rows: int, sizes: Sequence[int]) -> list[int]:
     """The rows of each rank, where mesh dimensions of these sizes deal them out one by one."""
-    dealt = [rows]
+    shares = [rows]
     for size in sizes:
-        most = [-(-whole // size) for whole in dealt]
-        dealt = [
+        most = [-(-whole // size) for whole in shares]
+        shares = [
             min(each, max(0, whole - k * each))
-            for whole, each in zip(dealt, most, strict=True)
+            for whole, each in zip(shares, most, strict=True)
             for k in range(size)
         ]
-    return dealt
+    return shares
 
 
 def _all_gathered(x: Tensor, group: Any) -> Tensor:
@@ -50,7 +50,7 @@ def _all_gathered(x: Tensor, group: Any) -> Tensor:
 
 @dataclass
 class _Alike:
-    """Tensors of one shape, which are dealt out alike.
+    """Tensors of one shape, which are placed alike.
 
     Attributes:
         index: where they are in the caller's list.
@@ -85,12 +85,12 @@ class _Alike:
 
 @dataclass(frozen=True)
 class _Gathering:
-    """Tensors of one dtype and device that are dealt out alike, gathered in one collective call.
+    """Tensors of one dtype and device that are placed alike, gathered in one collective call.
 
     Attributes:
         alike: the tensors by their shapes.
         index: where they are in the caller's list, in that order.
-        mesh, dims: the device mesh, and its dimensions over which rows are dealt out.
+        mesh, dims: the device mesh, and its dimensions over which rows are sharded.
         lengths: by rank the elements of its shards of each shape; each rank sends as much as the
             fullest has, so the last number is that of its padding.
     """

@@ -53,7 +53,7 @@ def checked(p: Tensor, name: str) -> Tensor:
 
     Raises:
         TypeError: for a parameter that no step could change.
-        RuntimeError: for a DTensor that is not dealt out by rows, a FakeTensor, a sparse or complex
+        RuntimeError: for a DTensor that is not sharded by rows, a FakeTensor, a sparse or complex
             gradient, one of another type, shape or on another device than the parameter, memory
             that has been freed, or a parameter whose elements share memory.
     """
@@ -91,6 +91,12 @@ def checked(p: Tensor, name: str) -> Tensor:
             f"{name}: a parameter is on {p.device} and its gradient on "
             f"{g.device}; move the model before constructing the optimizer"
         )
+    _check_memory(p, g, name)
+    return g.resolve_neg().contiguous()
+
+
+def _check_memory(p: Tensor, g: Tensor, name: str) -> None:
+    """Raise a RuntimeError for memory that has been freed, or elements that share theirs."""
     for x, what in ((p, "a parameter"), (g, "a gradient")):
         freed = not x.untyped_storage().nbytes() or x._is_zerotensor()
         if x.numel() and freed and x.device.type != "meta":
@@ -103,4 +109,3 @@ def checked(p: Tensor, name: str) -> Tensor:
             f"{name}: a parameter of shape {tuple(p.shape)} and strides "
             f"{p.stride()} has elements that share memory, as an expanded tensor has; clone it"
         )
-    return g.resolve_neg().contiguous()

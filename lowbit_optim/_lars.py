@@ -10,7 +10,7 @@ from torch import Tensor
 from lowbit_optim_kernels.rules import Rule
 from lowbit_optim_kernels.rules import sgd as rules_sgd
 
-from . import _checks
+from . import _bitsandbytes_arguments, _checks
 from ._arguments import documented, settings_of
 from ._trust import TrustOptimizer
 from ._variants import fixed_bits
@@ -140,7 +140,7 @@ class LARS(TrustOptimizer):
         differentiable: bool = False,
         fused: bool | None = None,
     ) -> None:
-        _checks.bitsandbytes_order(percentile_clipping, "max_unorm")
+        _bitsandbytes_arguments.positional_order(percentile_clipping, "max_unorm")
         super().__init__(params, settings_of(locals()), args)
 
     def _validate(self, group: Mapping[str, Any]) -> None:

@@ -60,7 +60,7 @@ def load_master_weights(
     Args:
         optimizer: any of this package.
         weights: by name or number, as `master_weights` gives them, or a tensor for each parameter
-            in order; each of the parameter's shape, whole or dealt out as the parameter is.
+            in order; each of the parameter's shape, whole or placed as the parameter is.
 
     Raises:
         ValueError, TypeError: for a weight that is missing, is none's, has another shape or is no
@@ -110,7 +110,7 @@ def set_weight(
         optimizer: the parameter's.
         p: the parameter.
         group: the settings that it is stepped with.
-        weight: of its shape, whole or dealt out as the parameter is.
+        weight: of its shape, whole or placed as the parameter is.
     """
     kept_as, local = optimizer._weights(p, group), _sharding.local(p)
     value = _sharding.shard_of(weight, p).to(local.device)
@@ -133,7 +133,7 @@ def set_weight(
 
 def _named(optimizer: LowBitOptimizer) -> Iterator[tuple[Name, Tensor, Mapping[str, Any]]]:
     """Each parameter's name, itself and the settings that it is stepped with."""
-    seen: dict[Tensor, int] = {}
+    seen: set[Tensor] = set()
     number = 0
     for index, group in enumerate(optimizer.param_groups):
         settings: dict[Tensor, Mapping[str, Any]] = {}
@@ -142,7 +142,7 @@ def _named(optimizer: LowBitOptimizer) -> Iterator[tuple[Name, Tensor, Mapping[s
         names = group.get("param_names") or range(number, number + len(group["params"]))
         for name, p in zip(names, group["params"], strict=True):
             if p not in seen and not is_left_alone(p):
-                seen[p] = number
+                seen.add(p)
                 yield name, p, settings[p]
             number += 1
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from lowbit_optim_kernels.rules import Moment, Rule
 from lowbit_optim_kernels.step_plan import StepPlan
 
-from . import _checks, _gradients, _manager, _settings
+from . import _bitsandbytes_arguments, _checks, _gradients, _manager, _settings
 from ._parameter_numbers import ParameterNumbers
 from ._settings import COMMON_DEFAULTS, Settings, plain, resolved
 from ._step_base import StepBase
@@ -49,7 +49,7 @@ class LowBitOptimizer(StepBase):
         _manager.know_settings(inspect.signature(cls.__init__).parameters)
 
     def __init__(self, params: Any, defaults: dict[str, Any], args: Any = None) -> None:
-        _checks.replace_by_args(defaults, args)
+        _bitsandbytes_arguments.replace_by_args(defaults, args)
         defaults = {**COMMON_DEFAULTS, **plain(defaults)}
         own = {key: defaults.get(key) for key in ("optim_bits", "state_format")}
         _checks.optim_bits(own["optim_bits"])

@@ -11,7 +11,7 @@ from torch import Tensor
 from lowbit_optim_kernels.rules import Rule
 from lowbit_optim_kernels.rules.rmsprop import MEAN, MEAN_SQUARE, VARIANCE, rmsprop_rule
 
-from . import _checks, _state_layout
+from . import _bitsandbytes_arguments, _checks, _state_layout
 from ._arguments import documented, settings_of
 from ._optimizer import LowBitOptimizer
 from ._saved_moments import is_exact, read_with_error, saved_units
@@ -83,7 +83,7 @@ class RMSprop(LowBitOptimizer):
         differentiable: bool = False,
         fused: bool | None = None,
     ) -> None:
-        _checks.bitsandbytes_switches(block_wise)
+        _bitsandbytes_arguments.switches(block_wise)
         super().__init__(params, settings_of(locals()), args)
 
     def _validate(self, group: Mapping[str, Any]) -> None:

@@ -15,6 +15,7 @@ from lowbit_optim_kernels.formats import (
     Unit,
     compute_dtype,
     finite_in_all,
+    parts_of,
     units,
 )
 from lowbit_optim_kernels.rules import Moment
@@ -54,7 +55,7 @@ def is_exact(saved: Mapping[str, Any], moment: Moment) -> bool:
 
 def keys_of(moments: Moments, format: Format) -> set[str]:
     """The keys of these moments' tensors in a format."""
-    return {part.key for unit in units(moments, format) for part in unit.parts}
+    return {part.key for part in parts_of(moments, format)}
 
 
 def saved_units(saved: Mapping[str, Any], moments: Moments) -> tuple[Unit, ...]:
@@ -115,8 +116,8 @@ def check_shapes(saved: Mapping[str, Any], p: Tensor, unit: Unit) -> None:
 def _scales_of(key: str) -> str:
     """The keys that formats give the scales of a moment, in words."""
     moments = (Moment(key),)
-    found = [units(moments, f) for f in FORMATS.values() if f.refusal(moments) is None]
-    parts = [part for made in found for unit in made for part in unit.parts]
+    found = [parts_of(moments, f) for f in FORMATS.values() if f.refusal(moments) is None]
+    parts = [part for each in found for part in each]
     return " or ".join(sorted({part.key for part in parts if part.per_block}, reverse=True))
 
 

@@ -20,7 +20,7 @@ from ._cast_checks import require_coded
 from ._saved_moments import HarmlessMask
 from ._settings import plain_copy
 from ._state_layout import lasting_spec
-from ._tensor_checks import missing, require_dense, require_shape, require_values
+from ._tensor_checks import missing, require_dense, require_shape, require_values, shape_or_value
 
 EXACT_IN_FP32 = 2**24  # every whole number up to here
 MOST_STEPS = 2**53  # and up to here in fp64
@@ -72,8 +72,7 @@ def _check_residual(value: Any, p: Tensor) -> None:
 
 def _check_lasting(x: Lasting, value: Any) -> None:
     if not isinstance(value, Tensor) or tuple(value.shape) != x.shape:
-        got = tuple(value.shape) if isinstance(value, Tensor) else value
-        raise ValueError(f"{x.key!r} must have shape {x.shape}; got {got!r}")
+        raise ValueError(f"{x.key!r} must have shape {x.shape}; got {shape_or_value(value)!r}")
     require_dense(x.key, value)
     good = (value >= 0) & value.isfinite()
     if not bool(good.all() or (x.history and (value == x.start).all())):

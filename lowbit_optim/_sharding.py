@@ -54,7 +54,7 @@ def local(x: Any) -> Any:
 def locals_of(params: list[Any], gradients: list[Any]) -> tuple[list[Any], list[Any]] | None:
     """This rank's tensors of parameters and gradients; the lists themselves if all are plain.
 
-    None if a gradient is not a DTensor where its parameter is one, or not dealt out as that is, and
+    None if a gradient is not a DTensor where its parameter is one, or not placed as that is, and
     if what this rank holds of one is no plain tensor.
     """
     kinds = {*map(type, gradients), *map(type, params)}
@@ -90,14 +90,14 @@ def check(p: Any, name: str) -> None:
 
 
 def has_placements_of(x: Any, p: Any) -> bool:
-    """Whether a value is a DTensor that is dealt out as the DTensor p is."""
+    """Whether a value is a DTensor with the mesh and placements of the DTensor p."""
     return is_dtensor(x) and (x.device_mesh, x.placements) == (p.device_mesh, p.placements)
 
 
 def gradient(p: Any, name: str) -> Tensor:
     """This rank's shard of a DTensor's gradient.
 
-    Collective where that is dealt out in another way: tensor parallelism leaves an embedding's
+    Collective where that has other placements: tensor parallelism leaves an embedding's
     whole on every rank, and that of a norm as the ranks' sums.
 
     Raises:
@@ -114,7 +114,7 @@ def gradient(p: Any, name: str) -> Tensor:
 
 
 def sharded_dims(p: Any) -> tuple[int, ...]:
-    """The dimensions of the mesh over which a DTensor's rows are dealt out."""
+    """The dimensions of the mesh over which a DTensor's rows are sharded."""
     return tuple(i for i, placement in enumerate(p.placements) if placement.is_shard())
 
 
@@ -170,7 +170,7 @@ class Share:
         return (Replicate(),) * self.p.device_mesh.ndim if self.whole else tuple(self.p.placements)
 
     def holds(self, state: Mapping[str, Any]) -> bool:
-        """Whether a state is dealt out like this."""
+        """Whether a state has these placements."""
         placements = self.placements
         return all(tuple(x.placements) == placements for x in state.values() if is_dtensor(x))
 
@@ -288,7 +288,7 @@ def unwrapped(state: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def all_placed_as(saved: Mapping[str, Any], p: Any) -> bool:
-    """Whether all saved tensors but those of single numbers are DTensors dealt out as p is."""
+    """Whether all saved tensors but those of single numbers are DTensors placed as p is."""
     return all(
         has_placements_of(x, p)
         for key, x in saved.items()
@@ -302,7 +302,7 @@ def gathered(x: Any) -> Any:
 
 
 def as_dtensor(x: Tensor, p: Any) -> Tensor:
-    """A plain tensor of this rank's shard of p, as a DTensor dealt out as p is; if p is one."""
+    """A plain tensor of this rank's shard of p, as a DTensor placed as p is; if p is one."""
     if not is_dtensor(p):
         return x
     from torch.distributed.tensor import DTensor
@@ -313,7 +313,7 @@ def as_dtensor(x: Tensor, p: Any) -> Tensor:
 
 
 def shard_of(x: Any, p: Any) -> Tensor:
-    """This rank's part of a value that is whole, or dealt out over p's mesh."""
+    """This rank's part of a value that is whole, or sharded over p's mesh."""
     if not is_dtensor(p):
         return gathered(x)
     from torch.distributed.tensor import DTensor, Replicate
@@ -325,11 +325,11 @@ def shard_of(x: Any, p: Any) -> Tensor:
 
 
 def redistributed_as(x: Any, p: Any) -> Tensor:
-    """A DTensor dealt out as p is, or a plain tensor as it is."""
+    """A DTensor redistributed to p's placements, or a plain tensor as it is."""
     if not is_dtensor(x) or x.placements == p.placements:
         return x
-    dealt: Tensor = x.redistribute(placements=p.placements)
-    return dealt
+    redistributed: Tensor = x.redistribute(placements=p.placements)
+    return redistributed
 
 
 def all_reduce(batches: Sequence[Batch], sums: Sequence[Tensor]) -> None:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from lowbit_optim_kernels import dispatch, dither
 from lowbit_optim_kernels.batch import Slot, batches_of
-from lowbit_optim_kernels.formats import units
+from lowbit_optim_kernels.formats import parts_of
 from lowbit_optim_kernels.formats.float32 import FLOAT32
 from lowbit_optim_kernels.formats.layout import Layout
 from lowbit_optim_kernels.rules import Rule
@@ -222,7 +222,7 @@ class StepBase(CheckpointBase):
         layout = Layout.of(work.shape, format.block)
         return Slot(
             p=work, g=g, format=format, step=state["step"],
-            state=tuple(state[part.key] for unit in units(moments, format) for part in unit.parts),
+            state=tuple(state[part.key] for part in parts_of(moments, format)),
             rows=layout.rows, row=layout.row, numel=p.numel(),
             lasting=tuple(state[x.key] for x in self._lasting(group)),
             weights=self._weights(p, group), residual=state.get(RESIDUAL_KEY),

@@ -16,12 +16,16 @@ def missing(key: str, saved: Mapping[str, Any]) -> ValueError:
     return ValueError(f"it has no {key!r}, only {sorted(map(str, saved))}")
 
 
+def shape_or_value(x: Any) -> Any:
+    """A tensor's shape as a tuple, or what stands in its place; for errors."""
+    return tuple(x.shape) if isinstance(x, Tensor) else x
+
+
 def require_shape(name: str, value: Any, shape: Sequence[int], needed: str = "") -> None:
     """Refuse what is no tensor of this shape, by default its parameter's."""
     if not isinstance(value, Tensor) or tuple(value.shape) != tuple(shape):
-        got = tuple(value.shape) if isinstance(value, Tensor) else value
         needed = needed or f"its parameter {tuple(shape)}"
-        raise ValueError(f"{name} has shape {got!r}, {needed}")
+        raise ValueError(f"{name} has shape {shape_or_value(value)!r}, {needed}")
 
 
 def require_values(saved: Mapping[str, Any], p: Tensor) -> None:

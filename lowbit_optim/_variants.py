@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 
 from lowbit_optim_kernels.formats import FORMATS
 
-from . import _checks
+from . import _bitsandbytes_arguments, _checks
 from ._arguments import constructor
 from ._optimizer import LowBitOptimizer
 
@@ -47,7 +47,7 @@ def fixed_bits(bits: int, keep_argument: bool = False) -> Callable[[T], T]:
                     f"optim_bits must be {bits} for {name}, got {asked!r}; use {base.__name__}, "
                     "or a parameter group's optim_bits"
                 )
-            replaced = _checks.from_args(given.get("args"), "optim_bits", bits)
+            replaced = _bitsandbytes_arguments.from_args(given.get("args"), "optim_bits", bits)
             _checks.optim_bits(replaced)
             if replaced != bits:
                 raise ValueError(f"args.optim_bits must be {bits} for {name}, got {replaced!r}")

@@ -128,7 +128,7 @@ class Layout:
         residual: bytes for each element of a bf16 weight that are kept beside it.
         overrides: whether single parameters can be given 32 bits.
         bucket_bytes: gradients that wait when they are released; None where they are not.
-        whole: whether every rank keeps the whole state of every parameter that is dealt out.
+        whole: whether every rank keeps the whole state of every parameter that is sharded.
         own: whether it is of this package.
         documented: whether its layout is read in its documentation and source, not measured.
     """
@@ -192,7 +192,7 @@ def _cuts(shape: Shape, shards: int, block: int) -> bool:
 
 
 def shard(shape: Shape, shards: int) -> tuple[int, ...]:
-    """The largest shard of a tensor that is dealt out along its first dimension."""
+    """The largest shard of a tensor that is sharded along its first dimension."""
     return (-(-shape[0] // shards), *shape[1:]) if shape else ()
 
 
@@ -235,7 +235,7 @@ def footprint(
     Args:
         layout: the optimizer.
         weights: the model's tensors; one that several modules share is given once.
-        shards: ranks that parameters are dealt out to, row by row; of these the fullest.
+        shards: ranks that parameters are sharded over, row by row; of these the fullest.
         embeddings_in_32_bits: of libraries that can give single parameters a width of their own.
     """
     kinds = Counter((w.shape, w.dtype, w.embedding, w.trained) for w in weights)

@@ -122,7 +122,7 @@ def rounded(rule: Rule, format: formats.Format, dither: bool) -> Rule:
 def moved_by(rule: Rule, kernel: str, kind: Kind) -> float:
     """Bytes per element that a pass reads and writes."""
     (found,) = (one for one in traffic.passes(rule) if one.name == kernel)
-    parts = [part for unit in formats.units(rule.moments, kind.format) for part in unit.parts]
+    parts = formats.parts_of(rule.moments, kind.format)
     state = sum(
         (part.dtype or torch.float32).itemsize / (kind.format.block if part.per_block else 1)
         for part in parts

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from .engines.registry import ENGINES
-from .formats import Format, units
+from .formats import Format, parts_of
 from .rules import Moment, Rule
 from .weights import PLAIN, Weights
 
@@ -111,7 +111,7 @@ def state_columns(moments: tuple[Moment, ...], format: Format) -> tuple[int, ...
 
     Those with a number an element come first, those per block len(moments) columns later.
     """
-    parts = [part for unit in units(moments, format) for part in unit.parts]
+    parts = parts_of(moments, format)
     free = {False: STATE, True: STATE + len(moments)}
     columns = []
     for part in parts:

@@ -6,7 +6,7 @@ import inspect
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-from .. import _checks
+from .. import _bitsandbytes_arguments, _checks
 from .._arguments import constructor
 from .._manager import GlobalOptimManager
 from .._optimizer import LowBitOptimizer
@@ -61,7 +61,7 @@ def _warn_once(cls: type, switches: dict[str, Any], paged: bool) -> None:
     for key, value in switches.items():
         _checks.flag(key, value)
         if value != SWITCHES[key] and (cls, key) not in _warned:
-            _checks.bitsandbytes_switches(**{key: value})
+            _bitsandbytes_arguments.switches(**{key: value})
             _warned.add((cls, key))
     if paged and (cls, "paged") not in _warned:
         _checks.warn_user(f"{cls.__name__} pages nothing: state stays on its parameter's device")

@@ -167,6 +167,11 @@ def units(moments: tuple[Moment, ...], format: Format) -> tuple[Unit, ...]:
     return tuple(made)
 
 
+def parts_of(moments: tuple[Moment, ...], format: Format) -> list[Part]:
+    """The tensors of all units of a rule's moments, in order."""
+    return [part for unit in units(moments, format) for part in unit.parts]
+
+
 @cache
 def constant(unit: Unit, values: tuple[float, ...]) -> tuple[float, ...]:
     """The filling of each part by which all elements of the moments are these values."""

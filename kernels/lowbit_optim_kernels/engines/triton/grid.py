@@ -17,7 +17,7 @@ import torch
 import triton.language as tl
 
 from ...batch import WEIGHT_BLOCK, Slot
-from ...formats import Format, units
+from ...formats import Format, parts_of
 from ...rules import Moment
 from ...weights import PLAIN, Weights
 
@@ -134,7 +134,7 @@ def blocks_of_tile(format: Format) -> int:
 
 
 def _has_scales(moments: tuple[Moment, ...], format: Format) -> bool:
-    return any(part.per_block for unit in units(moments, format) for part in unit.parts)
+    return any(part.per_block for part in parts_of(moments, format))
 
 
 def _shape(slot: Slot, scaled: bool) -> tuple[int, int]:
