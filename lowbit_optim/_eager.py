@@ -30,7 +30,7 @@ from lowbit_optim_kernels.weights import RESIDUAL_KEY
 
 from . import _saved_state, _sharding, _tensor_checks
 from ._arguments import documented
-from ._gathering import Copies
+from ._gathering import GatheredCopies
 from ._optimizer import LowBitOptimizer
 from ._state_layout import TensorSpec
 
@@ -223,7 +223,7 @@ class EagerOptimizer(LowBitOptimizer):
         if share is None or not share.whole:
             self._step_tensor(_sharding.local(p), g, group, state, key)
             return
-        (copy,), (g,) = Copies([p], [0]).renew([_sharding.local(p)], [g])
+        (copy,), (g,) = GatheredCopies([p], [0]).renew([_sharding.local(p)], [g])
         self._step_tensor(copy, g, group, state, key)
         _sharding.local(p).copy_(share.written(copy))
 

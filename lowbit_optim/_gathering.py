@@ -140,7 +140,7 @@ class _Gathering:
 
 
 @dataclass
-class Copies:
+class GatheredCopies:
     """Copies of the DTensors among some parameters that every rank steps whole.
 
     Attributes:

@@ -20,7 +20,7 @@ from lowbit_optim_kernels.weights import RESIDUAL_KEY
 
 from . import _gradients, _sharding
 from ._checkpoint_base import CheckpointBase
-from ._gathering import Copies
+from ._gathering import GatheredCopies
 
 # Settings by which state is stored, code is compiled and an engine is chosen.
 STORAGE_AND_ENGINE = (
@@ -154,8 +154,8 @@ class StepBase(CheckpointBase):
         params = [member.p for member in members]
         plan = StepPlan(form, listed, params, list(map(_sharding.local, params)), [])
         wholes = [i for i, x in enumerate(members) if x.share is not None and x.share.whole]
-        plan.copies = Copies(params, wholes)
-        stepped = plan.copies.renew(plan.held, [member.gradient for member in members])
+        plan.gathered = GatheredCopies(params, wholes)
+        stepped = plan.gathered.renew(plan.held, [member.gradient for member in members])
         slots: list[tuple[Slot, str, int]] = []
         dithers = any(moment.stream for moment in rule.moments)
         for i, (member, p, g) in enumerate(zip(members, *stepped, strict=True)):

@@ -61,7 +61,7 @@ def _is_its_copy(x: Tensor, work: Tensor) -> bool:
     return makes_one and alike and work.data_ptr() % ACCESS_BYTES == 0
 
 
-class Copies(Protocol):
+class GatheredCopies(Protocol):
     """Copies of parameters that are stepped in place of what this rank holds of them.
 
     Attributes:
@@ -91,8 +91,9 @@ class _Snapshot:
         alignments: of the gradients' addresses, which may be others in each step.
         empty: how many gradients have no address, for want of elements.
         orders: of each batch the places of its slots' parameters.
-        strides: of parameters that are stepped in a new copy each time, by their places.
-        copied: the places of gradients that are.
+        copied_params: strides of parameters that are stepped in a new contiguous copy each time, by
+            their places.
+        copied_gradients: the places of gradients that are.
     """
 
     states: _States
@@ -104,8 +105,8 @@ class _Snapshot:
     alignments: list[int]
     empty: int
     orders: list[list[int]]
-    strides: dict[int, tuple[int, ...]]
-    copied: list[int]
+    copied_params: dict[int, tuple[int, ...]]
+    copied_gradients: list[int]
 
     def matches(self, held: list[Tensor], state: Mapping[Tensor, dict]) -> bool:
         """Whether parameters and their states are where and as they were."""
@@ -133,7 +134,7 @@ class StepPlan:
         missing: the places of those that have no gradient; a `stand_in` is in its place.
         batches: the parameters by device and engine, as the engines are given them. Each keeps the
             engine's tables, which the plan after this one takes over if they fit.
-        copies: whole copies of shards, to be renewed in every step.
+        gathered: whole copies of shards, to be renewed in every step.
         staged: of parameters that are stepped in a copy, by their places, the part of the copy that
             is held.
         new_states: states that are to be kept once the step can no longer fail.
@@ -147,7 +148,7 @@ class StepPlan:
     gradients: list[Tensor]
     missing: frozenset[int] = frozenset()
     batches: list[Batch] = field(default_factory=list)
-    copies: Copies | None = None
+    gathered: GatheredCopies | None = None
     staged: dict[int, Tensor] = field(default_factory=dict)
     new_states: dict[Tensor, dict[str, Any]] = field(default_factory=dict)
     reused: bool = False
@@ -205,9 +206,9 @@ class StepPlan:
         """Let go of gradients and copies: the next backward pass needs their memory."""
         self.gradients, self.new_states = [], {}
         stay: Sequence[int] = ()
-        if self.copies is not None:
-            self.copies.gradients = []
-            stay = self.copies.index if self._snapshot is not None else ()
+        if self.gathered is not None:
+            self.gathered.gradients = []
+            stay = self.gathered.index if self._snapshot is not None else ()
         gone = self.staged.keys() - stay
         self.staged = {i: self.staged[i] for i in stay}
         for slot in self._slots:
@@ -215,14 +216,14 @@ class StepPlan:
                 slot.p = slot.p.new_empty(0)
             slot.g = slot.p
 
-    def _copied(self) -> tuple[list[int], list[int]] | None:
+    def _contiguous_copies(self) -> tuple[list[int], list[int]] | None:
         """Parameters and gradients that are copied in every step, as they are not contiguous.
 
         None if any are for another reason, but for whole copies.
         """
         wholes: dict[int, Tensor] = {}
-        if self.copies is not None and self.copies.index:
-            wholes = dict(zip(self.copies.index, self.copies.gradients, strict=True))
+        if self.gathered is not None and self.gathered.index:
+            wholes = dict(zip(self.gathered.index, self.gathered.gradients, strict=True))
         copied: list[tuple[Tensor, Tensor]] = []
         params: list[int] = []
         gradients: list[int] = []
@@ -243,7 +244,7 @@ class StepPlan:
 
     def _take_snapshot(self, state: Mapping[Tensor, dict[str, Any]]) -> _Snapshot | None:
         """None where a parameter is listed twice, or one or a gradient changed for a step."""
-        copied = self._copied()
+        copied = self._contiguous_copies()
         if copied is None or sum(self._in_plan) > len(self.params):
             return None
         states = _States(self.params, state)
@@ -259,8 +260,8 @@ class StepPlan:
             alignments=alignments_of(self._addresses),
             empty=self._addresses.count(0),
             orders=[[slot.index for slot in batch.slots] for batch in self.batches],
-            strides={i: self.held[i].stride() for i in copied[0]},
-            copied=copied[1],
+            copied_params={i: self.held[i].stride() for i in copied[0]},
+            copied_gradients=copied[1],
         )
 
     def is_for(self, form: tuple, listed: list[Tensor]) -> bool:
@@ -284,7 +285,7 @@ class StepPlan:
         before = self._snapshot
         if before is None or not self.can_leave_out() or not before.matches(self.params, state):
             return set()
-        return {p for i, p in enumerate(self.params) if i not in before.strides}
+        return {p for i, p in enumerate(self.params) if i not in before.copied_params}
 
     def take_gradients(
         self, found: list[Tensor | None], locals_of: Locals, state: Mapping[Tensor, dict[str, Any]]
@@ -298,17 +299,22 @@ class StepPlan:
             state: of all parameters.
         """
         before, chosen = self._snapshot, self._with_stand_ins(found)
-        local = None if chosen is None else locals_of(self.params, chosen[0])
-        if before is None or chosen is None or local is None:
+        if before is None or chosen is None:
             return False
-        (held, gradients), missing = local, chosen[1]
+        given, missing = chosen
+        local = locals_of(self.params, given)
+        if local is None:
+            return False
+        held, gradients = local
         addresses = self._addresses_if_unchanged(before, held, gradients, missing, state)
-        copies = None if addresses is None else self._new_copies(before, held, gradients, missing)
-        if addresses is None or copies is None:
+        if addresses is None:
+            return False
+        copies = self._renew_contiguous_copies(before, held, gradients, missing)
+        if copies is None:
             return False
         copied, stepped = copies
-        if self.copies is not None and self.copies.tensors:
-            _, stepped = self.copies.renew(held, stepped)
+        if self.gathered is not None and self.gathered.tensors:
+            _, stepped = self.gathered.renew(held, stepped)
         self.gradients, self.missing, self.reused = gradients, missing, True
         self._addresses = addresses
         self.staged.update(copied)
@@ -349,7 +355,7 @@ class StepPlan:
             before.gradients.matches(gradients)
             and (held is self.params or same_objects(held, self.held))
             and before.matches(held, state)
-            and all(held[i].stride() == stride for i, stride in before.strides.items())
+            and all(held[i].stride() == stride for i, stride in before.copied_params.items())
         ):
             return None
         addresses = addresses_of(gradients)
@@ -360,7 +366,7 @@ class StepPlan:
         alike = alignments_of(addresses) == before.alignments
         return addresses if alike and addresses.count(0) == before.empty else None
 
-    def _new_copies(
+    def _renew_contiguous_copies(
         self, before: _Snapshot, held: list[Tensor], gradients: list[Tensor],
         missing: frozenset[int],
     ) -> tuple[dict[int, Tensor], list[Tensor]] | None:  # fmt: skip
@@ -368,11 +374,11 @@ class StepPlan:
 
         None if memory is given out at addresses for narrow accesses.
         """
-        if not (before.strides or before.copied):
+        if not (before.copied_params or before.copied_gradients):
             return {}, gradients
-        params = {i: held[i].contiguous() for i in before.strides if i not in missing}
+        params = {i: held[i].contiguous() for i in before.copied_params if i not in missing}
         stepped = list(gradients)
-        for i in before.copied:
+        for i in before.copied_gradients:
             stepped[i] = gradients[i].contiguous()
-        made = [*params.values(), *(stepped[i] for i in before.copied)]
+        made = [*params.values(), *(stepped[i] for i in before.copied_gradients)]
         return None if any(alignments_of(addresses_of(made))) else (params, stepped)
