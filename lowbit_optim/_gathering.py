@@ -191,8 +191,8 @@ class GatheredCopies:
         wholes = [self.params[i] for i in self.index] * 2
         alike: dict[tuple[Any, ...], list[int]] = {}
         for i, (p, shard) in enumerate(zip(wholes, shards, strict=True)):
-            kind = (p.device_mesh, p.placements, shard.dtype, shard.device)
-            alike.setdefault(kind, []).append(i)
+            sharing = (p.device_mesh, p.placements, shard.dtype, shard.device)
+            alike.setdefault(sharing, []).append(i)
         reused = len(self.index)
         return [
             _Gathering.of(index, [wholes[i] for i in index], reused) for index in alike.values()

@@ -85,9 +85,9 @@ def parameter_groups(
     ]
 
 
-def parameters_of(model: nn.Module, kinds: tuple[type[nn.Module], ...]) -> set[nn.Parameter]:
-    """The parameters of a model's modules of these kinds, those of their parametrizations too."""
-    found = (module for module in model.modules() if isinstance(module, kinds))
+def parameters_of(model: nn.Module, module_types: tuple[type[nn.Module], ...]) -> set[nn.Parameter]:
+    """The parameters of a model's modules of these types, those of their parametrizations too."""
+    found = (module for module in model.modules() if isinstance(module, module_types))
     return {p for module in found for p in module.parameters()}
 
 

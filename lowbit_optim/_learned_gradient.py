@@ -210,8 +210,8 @@ def _no_autocast(device: torch.device) -> AbstractContextManager:
     return nullcontext()
 
 
-def _matrices(work: Work, kind: str) -> dict[int, Tensor]:
-    keys = {dim: f"{kind}_{dim}" for dim in range(work.p.ndim)}
+def _matrices(work: Work, name: str) -> dict[int, Tensor]:
+    keys = {dim: f"{name}_{dim}" for dim in range(work.p.ndim)}
     return {dim: work.state[key] for dim, key in keys.items() if key in work.state}
 
 

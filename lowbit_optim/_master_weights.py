@@ -83,8 +83,8 @@ def load_master_weights(
 
 def _check_weight(name: Name, weight: Any, p: Tensor) -> None:
     if not (isinstance(weight, Tensor) and weight.is_floating_point()):
-        kind = getattr(weight, "dtype", type(weight).__name__)
-        raise TypeError(f"the weight {name!r} must be a floating tensor; got {kind}")
+        got = getattr(weight, "dtype", type(weight).__name__)
+        raise TypeError(f"the weight {name!r} must be a floating tensor; got {got}")
     require_dense(f"the weight {name}", weight, (weight.dtype,))
     require_values({f"the weight {name}": weight}, p)
     require_shape(f"the weight {name!r}", weight, p.shape)

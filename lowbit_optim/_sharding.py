@@ -35,15 +35,15 @@ _LOCAL, _SPEC = attrgetter("_local_tensor"), attrgetter("_spec")
 
 
 @cache
-def _of_dtensors(kind: type) -> bool:
+def _is_dtensor_class(cls: type) -> bool:
     """Whether a class is that of DTensors, which importing it for that would take a second."""
-    return any(base.__name__ == "DTensor" for base in kind.__mro__)
+    return any(base.__name__ == "DTensor" for base in cls.__mro__)
 
 
 def is_dtensor(x: Any) -> bool:
     """Whether a tensor is spread over a device mesh."""
-    kind: type = type(x)
-    return kind not in PLAIN_TYPES and _of_dtensors(kind)
+    cls: type = type(x)
+    return cls not in PLAIN_TYPES and _is_dtensor_class(cls)
 
 
 def local(x: Any) -> Any:
@@ -57,16 +57,17 @@ def locals_of(params: list[Any], gradients: list[Any]) -> tuple[list[Any], list[
     None if a gradient is not a DTensor where its parameter is one, or not placed as that is, and
     if what this rank holds of one is no plain tensor.
     """
-    kinds = {*map(type, gradients), *map(type, params)}
-    if kinds <= PLAIN_TYPES:  # nothing that takes time
+    types = {*map(type, gradients), *map(type, params)}
+    if types <= PLAIN_TYPES:  # nothing that takes time
         return params, gradients
-    if all(map(_of_dtensors, kinds)) and all(map(is_, map(_SPEC, gradients), map(_SPEC, params))):
+    dtensors = all(map(_is_dtensor_class, types))
+    if dtensors and all(map(is_, map(_SPEC, gradients), map(_SPEC, params))):
         held, its = list(map(_LOCAL, params)), list(map(_LOCAL, gradients))  # as under fully_shard
     else:
-        pairs = zip(gradients, params, strict=True)
-        if not all(
-            has_placements_of(g, p) if is_dtensor(p) else not is_dtensor(g) for g, p in pairs
-        ):
+        pairs = list(zip(gradients, params, strict=True))
+        if not all(has_placements_of(g, p) for g, p in pairs if is_dtensor(p)):
+            return None
+        if any(is_dtensor(g) for g, p in pairs if not is_dtensor(p)):
             return None
         held, its = list(map(local, params)), list(map(local, gradients))
     return (held, its) if PLAIN_TYPES.issuperset(map(type, its)) else None

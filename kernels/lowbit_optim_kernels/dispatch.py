@@ -55,7 +55,7 @@ def _choice(engine: Engine, reason: str) -> EngineChoice:
 
 
 def choose(
-    asked: str, source: str, device: torch.device, dtype: torch.dtype, kind: type = Tensor
+    asked: str, source: str, device: torch.device, dtype: torch.dtype, tensor_type: type = Tensor
 ) -> EngineChoice:
     """The engine for tensors of a device, a dtype and a type.
 
@@ -64,13 +64,13 @@ def choose(
         source: who asks for it, for the error.
         device: the tensors' device.
         dtype: their dtype.
-        kind: their type.
+        tensor_type: their type.
 
     Raises:
         RuntimeError: when the engine that is asked for cannot run them.
     """
     if asked != "auto":
-        refusal = ENGINES[asked].refusal(device, dtype, kind)
+        refusal = ENGINES[asked].refusal(device, dtype, tensor_type)
         if refusal is not None:
             raise RuntimeError(
                 f"{source} asks for the engine {asked!r}, but {refusal.reason}; "
@@ -78,7 +78,7 @@ def choose(
             )
         return _choice(ENGINES[asked], f"{source} asks for it")
     wanted = default_engine(device.type)
-    refusal = wanted.refusal(device, dtype, kind)
+    refusal = wanted.refusal(device, dtype, tensor_type)
     if refusal is None:
         return _choice(wanted, f"the default for {dtype} on {device.type}")
     if refusal.warn:
@@ -108,8 +108,8 @@ def engine_for(tensor: Tensor) -> EngineChoice:
     """
     if not isinstance(getattr(tensor, "dtype", None), torch.dtype):
         raise TypeError(f"tensor must be a torch.Tensor; got {type(tensor).__name__}")
-    kind: type = type(getattr(tensor, "_local_tensor", tensor))
-    return _resolve(*request(), tensor.device, tensor.dtype, kind)
+    tensor_type: type = type(getattr(tensor, "_local_tensor", tensor))
+    return _resolve(*request(), tensor.device, tensor.dtype, tensor_type)
 
 
 def readable(g: Tensor, engine: str) -> Tensor:

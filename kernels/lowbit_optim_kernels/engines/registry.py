@@ -36,7 +36,7 @@ class Refusal:
     Attributes:
         reason: the sentence that an error or a warning ends with.
         warn: whether to warn when the tensor falls back on the torch engine: something is missing
-            that the user can mend. Otherwise the fallback is what the tensor's kind asks for.
+            that the user can mend. Otherwise that engine is the one for such tensors.
     """
 
     reason: str
@@ -72,11 +72,13 @@ class Engine:
     takes_mixed_batches: bool = False
 
     def refusal(
-        self, device: torch.device, dtype: torch.dtype, kind: type = Tensor
+        self, device: torch.device, dtype: torch.dtype, tensor_type: type = Tensor
     ) -> Refusal | None:
         """Why this engine does not run tensors of a device, a dtype and a type; None if it does."""
-        if self.name != FALLBACK and is_wrapper(kind):
-            reason = f"the {self.name} engine needs addresses, and a {kind.__name__} has none"
+        if self.name != FALLBACK and is_wrapper(tensor_type):
+            reason = (
+                f"the {self.name} engine needs addresses, and a {tensor_type.__name__} has none"
+            )
             return Refusal(reason)
         if self.requires is not None and not _installed(self.requires):
             return Refusal(f"{self.requires} is not installed", warn=True)
@@ -93,9 +95,12 @@ class Engine:
         return importlib.import_module(self.module, __package__)
 
 
-def is_wrapper(kind: type) -> bool:
+def is_wrapper(tensor_type: type) -> bool:
     """Whether tensors of a type keep their numbers in others, so that only operators reach them."""
-    return issubclass(kind, Tensor) and kind.__torch_dispatch__ is not Tensor.__torch_dispatch__
+    return (
+        issubclass(tensor_type, Tensor)
+        and tensor_type.__torch_dispatch__ is not Tensor.__torch_dispatch__
+    )
 
 
 @cache

@@ -103,8 +103,8 @@ def _add_entry(symbol: str, library: Any, described: Any) -> None:
     context = cpu_target.target_context
     module = context.create_module("entry")
     function = context.declare_function(module, described)
-    kind = ir.FunctionType(ir.VoidType(), [ir.IntType(64)])
-    entry = ir.Function(module, kind, symbol)
+    function_type = ir.FunctionType(ir.VoidType(), [ir.IntType(64)])
+    entry = ir.Function(module, function_type, symbol)
     builder = ir.IRBuilder(entry.append_basic_block())
     context.call_conv.call_function(builder, function, types.void, (types.int64,), entry.args)
     builder.ret_void()

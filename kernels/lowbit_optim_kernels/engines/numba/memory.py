@@ -167,8 +167,8 @@ def set_cell_f64(typing, table, row, columns, column, x):
         b.store(args[4], _cell(b, args[:4], f64))
         return context.get_dummy_value()
 
-    kind = types.int64
-    return types.void(kind, kind, kind, kind, types.float64), emit
+    int64 = types.int64
+    return types.void(int64, int64, int64, int64, types.float64), emit
 
 
 @intrinsic(prefer_literal=True)

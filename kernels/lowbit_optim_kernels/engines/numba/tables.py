@@ -17,7 +17,7 @@ from . import job, modules, source
 from . import threads as numba_threads
 from .cache import CFunction, c_function
 
-KIND = {torch.float32: "f32", torch.bfloat16: "bf16", torch.float16: "f16"}
+DTYPE_NAMES = {torch.float32: "f32", torch.bfloat16: "bf16", torch.float16: "f16"}
 CHUNK = 1 << 14  # elements, in whole blocks
 ALONE = 1 << 16  # elements; so few are not worth waking a thread for
 WINDOW = 1 << 18  # elements for each thread: 2 MiB of a cache, for parameters and gradients in fp32
@@ -157,17 +157,23 @@ def _make_tables(batch: Batch) -> Tables:
     slots, rule = batch.slots, batch.rule
     members: dict[tuple, list[int]] = {}
     for t, slot in enumerate(slots):
-        kinds = (KIND[slot.p.dtype], KIND[slot.g.dtype], slot.format, slot.weights, slot.shifted)
-        members.setdefault(kinds, []).append(t)
+        variant = (
+            DTYPE_NAMES[slot.p.dtype],
+            DTYPE_NAMES[slot.g.dtype],
+            slot.format,
+            slot.weights,
+            slot.shifted,
+        )
+        members.setdefault(variant, []).append(t)
     names = [f"reduce_{k}" for k in range(len(rule.phases))]
     names.append("update")
     buckets = [
         Bucket(
-            _compiled(modules.elements(rule, *kinds), names, "_share"),
+            _compiled(modules.elements(rule, *variant), names, "_share"),
             _chunks(slots, group),
             [slots[t].p.numel() for t in group],
         )
-        for kinds, group in members.items()
+        for variant, group in members.items()
     ]
     geometry = [_geometry(slot) for slot in slots]
     per_tensor = ["begin", *(f"combine_{k}" for k in range(len(rule.phases)))]

@@ -144,8 +144,10 @@ def shuffle(builder: ir.IRBuilder, x: ir.Value, y: ir.Value, index) -> ir.Value:
 
 def call(builder: ir.IRBuilder, name: str, returns: ir.Type, *arguments: ir.Value) -> ir.Value:
     """Call an LLVM intrinsic."""
-    kind = ir.FunctionType(returns, [argument.type for argument in arguments])
-    return builder.call(cgutils.get_or_insert_function(builder.module, kind, name), arguments)
+    function_type = ir.FunctionType(returns, [argument.type for argument in arguments])
+    return builder.call(
+        cgutils.get_or_insert_function(builder.module, function_type, name), arguments
+    )
 
 
 def fabs(builder: ir.IRBuilder, x: ir.Value) -> ir.Value:

@@ -67,8 +67,8 @@ def _planes(b: ir.IRBuilder, codes: ir.Value, signed: bool) -> list:
         ]
     # The map is symmetric but for its last code, which is 1.0 = 0x3F800000.
     position = b.sub(codes, fill(i8, 127, 64))
-    kind = ir.FunctionType(vector(i8, 64), [vector(i8, 64), i1])
-    absolute = cgutils.get_or_insert_function(b.module, kind, "llvm.abs.v64i8")
+    function_type = ir.FunctionType(vector(i8, 64), [vector(i8, 64), i1])
+    absolute = cgutils.get_or_insert_function(b.module, function_type, "llvm.abs.v64i8")
     magnitude = b.call(absolute, [position, ir.Constant(i1, 0)])
     planes = [look_up_byte(magnitude, 0, k) for k in range(4)]
     planes[3] = b.or_(planes[3], b.and_(position, fill(i8, 0x80, 64)))
@@ -91,11 +91,11 @@ def _decode_by_bytes(b: ir.IRBuilder, address: ir.Value, signed: bool) -> list:
 
 
 def _decode_by_memory(b: ir.IRBuilder, address: ir.Value, signed: bool) -> list:
-    kind = ir.ArrayType(f32, 256)
+    array_type = ir.ArrayType(f32, 256)
     name = f"dynamic8_{'signed' if signed else 'unsigned'}"
     table = b.module.globals.get(name)
     if table is None:
-        values = ir.Constant(kind, [float(value) for value in book(signed)])
+        values = ir.Constant(array_type, [float(value) for value in book(signed)])
         table = cgutils.global_constant(b, name, values)
     base = pointer(b, address, i8)
     zero = ir.Constant(i64, 0)

@@ -93,8 +93,8 @@ def pinned(b: ir.IRBuilder, x: ir.Value) -> ir.Value:
     if HAS_AVX512 or not HAS_AVX2:
         return x
     half = vector(f32, 8)
-    kind = ir.FunctionType(half, [half])
-    return by_halves(b, lambda y: b.asm(kind, "", "=x,0,~{memory}", [y], True), x)
+    function_type = ir.FunctionType(half, [half])
+    return by_halves(b, lambda y: b.asm(function_type, "", "=x,0,~{memory}", [y], True), x)
 
 
 def packed(b: ir.IRBuilder, places: list, zero: int) -> ir.Value:
