@@ -56,27 +56,33 @@ def _agree(
         of_mesh = [p for p in dtensors if p.device_mesh == mesh]
         kinds = [1 + all_placed_as(saved[p], p) if p in saved else 0 for p in of_mesh]
         entries = [_digest(saved.get(p, {})) for p in of_mesh]
-        numbers = [*kinds, *entries]
-        most = torch.tensor(
-            [error is not None, *numbers, *(-number for number in numbers)],
-            dtype=torch.int32, device=mesh.device_type,
-        )  # fmt: skip
-        for i in range(mesh.ndim):
-            group = mesh.get_group(i)
-            dist.all_reduce(most, op=dist.ReduceOp.MAX, group=group)
-            if not most[0].item():
-                continue
-            texts: list[Any] = [None] * dist.get_world_size(group)
-            dist.all_gather_object(texts, None if error is None else str(error), group=group)
-            if error is None:
-                error = ValueError(next(text for text in texts if text is not None))
-        _, *extremes = most.tolist()
-        high, low = extremes[: len(numbers)], [-x for x in extremes[len(numbers) :]]
+        error, high, low = _extremes(error, mesh, [*kinds, *entries])
         differ = [k for k, (a, b) in enumerate(zip(high, low, strict=True)) if a != b]
         if error is None and differ:
             error = _difference(of_mesh, differ[0], low, high)
     if error is not None:
         raise error
+
+
+def _extremes(
+    error: Exception | None, mesh: Any, numbers: list[int]
+) -> tuple[Exception | None, list[int], list[int]]:
+    """The error of any rank of a mesh, and the largest and smallest of all ranks' numbers."""
+    most = torch.tensor(
+        [error is not None, *numbers, *(-number for number in numbers)],
+        dtype=torch.int32, device=mesh.device_type,
+    )  # fmt: skip
+    for i in range(mesh.ndim):
+        group = mesh.get_group(i)
+        dist.all_reduce(most, op=dist.ReduceOp.MAX, group=group)
+        if not most[0].item():
+            continue
+        texts: list[Any] = [None] * dist.get_world_size(group)
+        dist.all_gather_object(texts, None if error is None else str(error), group=group)
+        if error is None:
+            error = ValueError(next(text for text in texts if text is not None))
+    _, *extremes = most.tolist()
+    return error, extremes[: len(numbers)], [-x for x in extremes[len(numbers) :]]
 
 
 def _difference(of_mesh: list[Any], index: int, low: list[int], high: list[int]) -> ValueError:

@@ -61,12 +61,7 @@ class StepBase(CheckpointBase):
         Neighbours that differ in hyperparameters at most are stepped together. (Others would be
         stepped in another order than they are listed in, which shows where they share memory.)
         """
-        alike: list[tuple[tuple, dict[Any, Mapping[str, Any]]]] = []
-        for key, part in parts:
-            storage = self._step_rule(part), *map(part.get, STORAGE_AND_ENGINE)
-            if not alike or storage != alike[-1][0]:
-                alike.append((storage, {}))
-            alike[-1][1][key] = part
+        alike = self._alike(parts)
         plans: dict[Any, StepPlan] = {}
         for storage, members in alike:
             key = tuple(members)
@@ -95,6 +90,21 @@ class StepBase(CheckpointBase):
             plan.freeze(self.state)
         return plans
 
+    def _alike(
+        self, parts: list[tuple[Any, Mapping[str, Any]]]
+    ) -> list[tuple[tuple, dict[Any, Mapping[str, Any]]]]:
+        """Runs of neighbouring parts that differ in hyperparameters at most, by their keys.
+
+        Each with its `storage`: the rule that is run, and the settings STORAGE_AND_ENGINE.
+        """
+        alike: list[tuple[tuple, dict[Any, Mapping[str, Any]]]] = []
+        for key, part in parts:
+            storage = self._step_rule(part), *map(part.get, STORAGE_AND_ENGINE)
+            if not alike or storage != alike[-1][0]:
+                alike.append((storage, {}))
+            alike[-1][1][key] = part
+        return alike
+
     def _checked_gradients(
         self, group: Mapping[str, Any], kept: Container[Tensor] = ()
     ) -> Iterator[tuple[Tensor, Tensor, str]]:
@@ -115,10 +125,7 @@ class StepBase(CheckpointBase):
     def _plan(
         self, storage: tuple, groups: list[Mapping[str, Any]], last: StepPlan | None
     ) -> StepPlan:
-        """The step plan of parts of groups: the last step's if it holds, else a new one.
-
-        `storage` is the rule that is run, and the settings STORAGE_AND_ENGINE.
-        """
+        """The step plan of parts that are alike: the last step's if it holds, else a new one."""
         listed = [p for group in groups for p in group["params"]]
         form = (
             storage, dispatch.request(), self._numbers.version,

@@ -2,8 +2,7 @@
 
 Read by `source`, which binds the names in capitals; see `codegen.specialize`. Scalar functions of a
 rule run on fp64, one call per tensor; element functions on vectors of 16 fp32 lanes (`vector`).
-Everything is addressed by int64 addresses from a table, so that one call steps any number of
-tensors:
+All addresses come from a table, so that one call steps any number of tensors:
 
     address   int64   (tensors, ...)  p, g or NO_GRADIENT, step, residual, state, what lasts
     geometry  int64   (tensors, 8)    `job.Geometry`
@@ -21,10 +20,10 @@ element and the one after its last, `j` the first of 16 elements, and `row` is w
 the block are. MOMENTS are those that the format codes, EXACT those that are kept as they are. A
 format whose module names a template of its own (`PASSES`) replaces functions of this one.
 
-What is rounded by dither takes its random bits by numbers of blocks in the whole tensor: `number`
-is that of a run's first block. A parameter's own blocks, of 64, may begin within one of the
-format's, so `weight_place` is 64 times the number of the one where the run begins, and its lane.
-They are APART from the format's where those are no multiple of 64, and in a shard cut within one.
+Dither takes random bits by numbers of blocks in the whole tensor: `number` is that of a run's first
+block. A parameter's own blocks, of 64, may begin within one of the format's, so `weight_place` is
+64 times the number of the one where the run begins, and its lane. They are APART from the format's
+where those are no multiple of 64, and in a shard cut within one.
 """
 
 from __future__ import annotations
@@ -33,14 +32,7 @@ from math import isfinite
 
 from numpy import float32 as f32
 
-from .dither import (
-    block_bits,
-    hash_blocks,
-    hashed,
-    random_bits,
-    random_bits_of_two,
-    stream_key,
-)
+from .dither import block_bits, hash_blocks, hashed, random_bits, random_bits_of_two, stream_key
 from .element import only_finite
 from .memory import (
     cell_f64,
@@ -67,9 +59,8 @@ from .vector import finite, fused, rounded, splat, total, where
 def compute():
     """For the 16 elements at j: load what the rule's functions read, and call them."""
     if P.read and WEIGHTS.bits:
-        P.value = P.join(
-            at[P] + P.width * j, at[RESIDUAL] + RESIDUAL.width * j if WEIGHTS.extra else 0
-        )
+        beside = at[RESIDUAL] + RESIDUAL.width * j if WEIGHTS.extra else 0
+        P.value = P.join(at[P] + P.width * j, beside)
     elif P.read:
         P.value = P.load(at[P] + P.width * j)
     if G.read:
@@ -85,10 +76,11 @@ def compute():
 def update_elements():
     compute()
     rate = RATE.value
+    w = fused(-rate, U.value, rounded(SHRINK.value, P.value))
     if WEIGHTS.bits:
         store_weights()
     else:
-        P.store(at[P] + P.width * j, fused(-rate, U.value, rounded(SHRINK.value, P.value)))
+        P.store(at[P] + P.width * j, w)
     if MOMENTS:
         store_moments()
     for m in EXACT:
@@ -96,7 +88,6 @@ def update_elements():
 
 
 def store_weights():
-    w = fused(-rate, U.value, rounded(SHRINK.value, P.value))
     random = w
     if WEIGHTS.dithered and not APART:
         if j & 1023 == 0:
@@ -107,9 +98,8 @@ def store_weights():
         weight_base = block_bits(weight_key, step, place >> 6)
         following = block_bits(weight_key, step, (place + 15) >> 6)
         random = random_bits_of_two(weight_base, following, place & 63)
-    P.split(
-        at[P] + P.width * j, at[RESIDUAL] + RESIDUAL.width * j if WEIGHTS.extra else 0, w, random
-    )
+    beside = at[RESIDUAL] + RESIDUAL.width * j if WEIGHTS.extra else 0
+    P.split(at[P] + P.width * j, beside, w, random)
 
 
 # Blocks of a format with `decode` and `encode`. Element j of a block's moment is at row + 4 * j.
@@ -215,6 +205,49 @@ def reduce_blocks():
             block_sum[x] += run_sum[x]
 
 
+def read_tensor():
+    """Numbers of tensor t, and of its row of hyperparameters."""
+    gscale = f32(cell_f64(scalars, t, SCALAR_COLUMNS, GSCALE))
+    part = cell_i64(geometry, t, GEOMETRY.WIDTH, GEOMETRY.PART)
+    for s in SCALARS:
+        if s.of_tensor:
+            s.value = f32(cell_f64(scalars, t, SCALAR_COLUMNS, s.column))
+        else:
+            s.value = f32(cell_f64(hyper, part, HYPER_COLUMNS, s.column))
+    tensor_row = cell_i64(geometry, t, GEOMETRY.WIDTH, GEOMETRY.ROW)
+    per_row = cell_i64(geometry, t, GEOMETRY.WIDTH, GEOMETRY.BLOCKS_PER_ROW)
+    if DITHERED or WEIGHTS_DITHERED:
+        step = read_i64(cell_i64(address, t, ADDRESS_COLUMNS, STEP))
+        tensor_key = cell_i64(geometry, t, GEOMETRY.WIDTH, GEOMETRY.TENSOR_KEY)
+    for m in DITHERED:
+        key[m] = stream_key(tensor_key, m.stream)
+    if WEIGHTS_DITHERED:
+        weight_key = stream_key(tensor_key, WEIGHT)
+
+
+def enter_run():
+    """The run that begins with block b: its sizes, numbers for dither, and addresses `at`."""
+    column = b % per_row * BLOCK
+    first = b // per_row * tensor_row + column
+    whole = (tensor_row - column) // BLOCK
+    if whole > last - b:
+        whole = last - b
+    size = BLOCK * whole if whole > 0 else tensor_row - column
+    n = (size + (GRAIN - 1)) // GRAIN * GRAIN
+    if DITHERED:
+        number = cell_i64(geometry, t, GEOMETRY.WIDTH, GEOMETRY.BLOCKS_BEFORE) + b
+    if WEIGHTS_DITHERED:
+        weight_row = (tensor_row + (WEIGHT_BLOCK - 1)) // WEIGHT_BLOCK
+        weight_place = cell_i64(geometry, t, GEOMETRY.WIDTH, GEOMETRY.WEIGHTS_BEFORE)
+        weight_place += b // per_row * weight_row * WEIGHT_BLOCK + column
+    for x in BLOCK_PARTS:
+        at[x] = cell_i64(address, t, ADDRESS_COLUMNS, x.column) + x.width * b
+    for x in OPERANDS:
+        home[x] = cell_i64(address, t, ADDRESS_COLUMNS, x.column) + x.width * first
+    for x in OPERANDS:
+        at[x] = enter(home[x], spare + SPARE * x.row, size, n, x.width, x.pad)
+
+
 def run_chunks():
     """The blocks of chunks lo..hi."""
     for c in range(lo, hi):
@@ -223,46 +256,13 @@ def run_chunks():
             for x in TERMS:
                 set_cell_f64(partial, c, len(TERMS), x.row, 0.0)
             continue
-        gscale = f32(cell_f64(scalars, t, SCALAR_COLUMNS, GSCALE))
-        part = cell_i64(geometry, t, GEOMETRY.WIDTH, GEOMETRY.PART)
-        for s in SCALARS:
-            if s.of_tensor:
-                s.value = f32(cell_f64(scalars, t, SCALAR_COLUMNS, s.column))
-            else:
-                s.value = f32(cell_f64(hyper, part, HYPER_COLUMNS, s.column))
-        tensor_row = cell_i64(geometry, t, GEOMETRY.WIDTH, GEOMETRY.ROW)
-        per_row = cell_i64(geometry, t, GEOMETRY.WIDTH, GEOMETRY.BLOCKS_PER_ROW)
-        if DITHERED or WEIGHTS_DITHERED:
-            step = read_i64(cell_i64(address, t, ADDRESS_COLUMNS, STEP))
-            tensor_key = cell_i64(geometry, t, GEOMETRY.WIDTH, GEOMETRY.TENSOR_KEY)
-        for m in DITHERED:
-            key[m] = stream_key(tensor_key, m.stream)
-        if WEIGHTS_DITHERED:
-            weight_key = stream_key(tensor_key, WEIGHT)
+        read_tensor()
         for x in TERMS:
             chunk_sum[x] = 0.0
         b = cell_i64(chunks, c, CHUNK.WIDTH, CHUNK.FIRST)
         last = b + cell_i64(chunks, c, CHUNK.WIDTH, CHUNK.BLOCKS)
         while b < last:
-            column = b % per_row * BLOCK
-            first = b // per_row * tensor_row + column
-            whole = (tensor_row - column) // BLOCK
-            if whole > last - b:
-                whole = last - b
-            size = BLOCK * whole if whole > 0 else tensor_row - column
-            n = (size + (GRAIN - 1)) // GRAIN * GRAIN
-            if DITHERED:
-                number = cell_i64(geometry, t, GEOMETRY.WIDTH, GEOMETRY.BLOCKS_BEFORE) + b
-            if WEIGHTS_DITHERED:
-                weight_row = (tensor_row + (WEIGHT_BLOCK - 1)) // WEIGHT_BLOCK
-                weight_place = cell_i64(geometry, t, GEOMETRY.WIDTH, GEOMETRY.WEIGHTS_BEFORE)
-                weight_place += b // per_row * weight_row * WEIGHT_BLOCK + column
-            for x in BLOCK_PARTS:
-                at[x] = cell_i64(address, t, ADDRESS_COLUMNS, x.column) + x.width * b
-            for x in OPERANDS:
-                home[x] = cell_i64(address, t, ADDRESS_COLUMNS, x.column) + x.width * first
-            for x in OPERANDS:
-                at[x] = enter(home[x], spare + SPARE * x.row, size, n, x.width, x.pad)
+            enter_run()
             if TERMS:
                 reduce_blocks()
                 for x in TERMS:
