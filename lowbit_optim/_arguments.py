@@ -48,7 +48,8 @@ Args:
     foreach: accepted as in torch.optim; all tensors of a group are always stepped together.
     capturable: accepted as in torch.optim; steps of the Triton engine can always be captured.
     differentiable: must be False.
-    fused: True insists on a compiled engine, and `step` raises where there is none.
+    fused: True insists on a compiled engine, and `step` raises where there is none; a GradScaler
+        then leaves its division of gradients to the step, as with torch's fused optimizers.
 """
 RAISES = """
 Raises:

@@ -41,8 +41,7 @@ class LowBitOptimizer(StepBase):
     On a GPU the last kernel of such a group is compiled when those before it have been launched.
     """
 
-    grad_scale: Tensor  # which a GradScaler sets while it has `step` called
-    _step_supports_amp_scaling = True
+    grad_scale: Tensor  # which a GradScaler may set while it has `step` called
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -59,6 +58,15 @@ class LowBitOptimizer(StepBase):
         self._check_initial_settings(defaults)
         self._reset_caches()
         super().__init__(params, defaults)
+
+    @property
+    def _step_supports_amp_scaling(self) -> bool:
+        """Whether a GradScaler leaves gradients scaled, and their scale to `step`.
+
+        It does with `fused=True`, as with torch's optimizers; else hooks and wrappers would take
+        scaled gradients for plain ones. Released gradients it cannot unscale: `step` refuses them.
+        """
+        return self._released is not None or all(g.get("fused") for g in self.param_groups)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)

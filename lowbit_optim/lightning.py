@@ -10,11 +10,11 @@ T = TypeVar("T", bound=LowBitOptimizer)
 
 
 def unscaled_by_trainer(optimizer: T) -> T:
-    """Let the Trainer divide gradients by the loss scale, so that it can clip them, too.
+    """Let the Trainer divide gradients by the loss scale and clip them, whatever `fused` says.
 
-    An optimizer of this package can do that division within its step, as torch's fused optimizers
-    do, and `precision="16-mixed"` and `"bf16-mixed"` refuse `gradient_clip_val` for all that can.
-    After this call it leaves it to the scaler. Without `gradient_clip_val` it is not needed.
+    Without `fused=True` it does so anyway. With it the step of an optimizer divides them, as that
+    of torch's fused ones, for which `precision="16-mixed"` and `"bf16-mixed"` refuse
+    `gradient_clip_val`; this sets `fused` of all parameter groups back to None.
 
     Args:
         optimizer: an optimizer of this package, in `configure_optimizers`.
@@ -26,13 +26,13 @@ def unscaled_by_trainer(optimizer: T) -> T:
         TypeError: for another optimizer.
 
     Example:
-        >>> optimizer = unscaled_by_trainer(AdamW8bit(model.parameters(), lr=1e-3))
+        >>> optimizer = unscaled_by_trainer(AdamW8bit(model.parameters(), lr=1e-3, fused=True))
     """
     if not isinstance(optimizer, LowBitOptimizer):
         raise TypeError(
             f"optimizer must be one of lowbit_optim; got {type(optimizer).__module__}."
             f"{type(optimizer).__qualname__}"
         )
-    # On the instance: the scaler and Lightning both ask it for this attribute of torch's.
-    optimizer._step_supports_amp_scaling = False
+    for group in (optimizer.defaults, *optimizer.param_groups):
+        group["fused"] = None
     return optimizer

@@ -66,33 +66,61 @@ def test_docstring_examples():
     assert (failed, tried) == (0, 2)
 
 
-def scaled(prepare, gradients):
-    """Parameters and state after steps through a scaler."""
+def scaled(gradients, **options):
+    """Parameters, state and calls of a hook after steps through a scaler."""
     params = parameters()
-    optimizer = prepare(lowbit_optim.AdamW8bit(params, lr=0.01, min_8bit_size=1))
-    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    optimizer = lowbit_optim.AdamW8bit(params, lr=0.01, min_8bit_size=1, **options)
+    scaler, seen = torch.amp.GradScaler("cpu", init_scale=1024.0), []
+    optimizer.register_step_pre_hook(lambda *_: seen.append(params[0].grad.clone()))
     for value in gradients:
         loss = sum((p * p).sum() * value for p in params)
         optimizer.zero_grad()
         scaler.scale(loss).backward()
         scaler.step(optimizer)
         scaler.update()
-    return [p.detach() for p in params], optimizer.state_dict()["state"]
+    return ([p.detach() for p in params], optimizer.state_dict()["state"]), seen
 
 
-def test_the_scaler_unscales_if_it_is_asked_to():
+def test_the_scaler_unscales_unless_the_step_is_fused():
     """With the same result, a step that is skipped for an infinite gradient included."""
     gradients = [1.0, 0.5, float("inf"), 2.0]
-    by_step = scaled(lambda optimizer: optimizer, gradients)
-    by_scaler = scaled(lowbit_optim.lightning.unscaled_by_trainer, gradients)
+    with lowbit_optim.use_engine("numba"):
+        by_step, scaled_ones = scaled(gradients, fused=True)
+        by_scaler, plain_ones = scaled(gradients)
     assert identical(list(by_step), list(by_scaler))
     assert {int(state["step"]) for state in by_step[1].values()} == {3}
+    # Hooks of the step see what a step of torch.optim would show them, and no skipped step.
+    assert (len(scaled_ones), len(plain_ones)) == (4, 3)
+    assert identical(scaled_ones[:2], [1024 * g for g in plain_ones[:2]])
 
 
-def test_only_the_instance_is_changed():
-    one, other = (lowbit_optim.Lion8bit(parameters()) for _ in range(2))
+def test_a_wrapper_that_forwards_attributes_steps_with_plain_gradients():
+    class Wrapper:
+        def __init__(self, inner):
+            self.inner = inner
+
+        def __getattr__(self, name):
+            return getattr(self.inner, name)
+
+        def step(self):
+            self.inner.step()
+
+    results = []
+    for wrap in (Wrapper, lambda optimizer: optimizer):
+        (p,) = parameters(shapes=[(300,)])
+        optimizer = wrap(lowbit_optim.SGD8bit([p], lr=0.1))
+        scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+        scaler.scale((p * p).sum()).backward()
+        scaler.step(optimizer)
+        results.append(p.detach())
+    assert identical(*results)
+
+
+def test_lightning_unscales_what_it_clips():
+    one, other = (lowbit_optim.Lion8bit(parameters(), fused=True) for _ in range(2))
     assert lowbit_optim.lightning.unscaled_by_trainer(one) is one
     assert (one._step_supports_amp_scaling, other._step_supports_amp_scaling) == (False, True)
+    assert not lowbit_optim.Lion8bit(parameters())._step_supports_amp_scaling
     with pytest.raises(TypeError, match=r"must be one of lowbit_optim; got torch\.optim\.sgd\.SGD"):
         lowbit_optim.lightning.unscaled_by_trainer(torch.optim.SGD(parameters()))
 

@@ -299,7 +299,7 @@ def test_more_than_two_to_the_31_elements():
 
 def test_amp_with_a_grad_scaler():
     (p,) = parameters([(5000,)])
-    optimizer = lowbit_optim.AdamW8bit([p])
+    optimizer = lowbit_optim.AdamW8bit([p], fused=True)
     scaler = torch.amp.GradScaler("cuda", init_scale=8.0)
     scaler.scale((p * 2).sum()).backward()
     expected = copy.deepcopy(p.detach())

@@ -1,4 +1,4 @@
-"""What a step takes in and how state is stored: dtypes, layouts, AMP, clipping, bits, devices."""
+"""What a step takes in and how state is stored: dtypes, layouts, clipping, bits, devices."""
 
 import math
 from types import SimpleNamespace
@@ -38,13 +38,6 @@ EVERY = [(case, bits) for case in ONE_PER_CLASS for bits in (8, 32)]
 # Numba compiles for every pair of dtypes, so for one class only; Triton is interpreted.
 ADAMW = next(case for case in ONE_PER_CLASS if case.name == "AdamW")
 MIXED = [*((*which, "torch") for which in EVERY), (ADAMW, 8, "numba")]
-INTERPRETED = pytest.param(
-    ADAMW,
-    8,
-    "triton",
-    marks=pytest.mark.skipif(torch.cuda.is_available(), reason="only interpreted on the CPU"),
-)
-ENGINES = [*((*which, name) for which in EVERY for name in ("torch", "numba")), INTERPRETED]
 
 
 @pytest.mark.parametrize(("case", "bits", "name"), MIXED, ids=lambda x: getattr(x, "name", x))
@@ -146,88 +139,6 @@ def test_maximize_is_the_negative_gradient(case, bits):
             optimizer.step()
     for p, q in zip(all_parameters(up), all_parameters(down), strict=True):
         assert torch.equal(p, q)
-
-
-# Automatic mixed precision.
-
-
-def scaled_run(optimizer, scale, bad_steps=(), clip=False):
-    """Steps under a GradScaler whose scale stays as it is but for overflows."""
-    params = all_parameters(optimizer)
-    scaler = torch.amp.GradScaler("cpu", init_scale=scale, growth_interval=1000)
-    scales = []
-    for t in range(4):
-        give_gradients(params, t)
-        for p in params:
-            p.grad = (p.grad * scaler.get_scale()).to(p.grad.dtype)
-        scaler.scale(torch.ones(()))  # what makes the scaler set itself up
-        if t in bad_steps:
-            params[-1].grad[0] = math.inf
-        if clip:
-            scaler.unscale_(optimizer)
-            torch.nn.utils.clip_grad_norm_(params, 0.5)
-        scaler.step(optimizer)
-        scaler.update()
-        scales.append(scaler.get_scale())
-    return scales
-
-
-@pytest.mark.parametrize(("case", "bits", "name"), ENGINES, ids=lambda x: getattr(x, "name", x))
-@pytest.mark.few("case", "bits", "name")
-def test_grad_scaler_divides_gradients(case, bits, name):
-    """By a power of two, so that no bit is lost."""
-    with lowbit_optim.use_engine(name):
-        scaled, plain = build(case, bits, parameters()), build(case, bits, parameters())
-        scaled_run(scaled, 1024.0)
-        train(plain, 4)
-    assert identical(snapshot(scaled), snapshot(plain))
-
-
-@pytest.mark.parametrize(("case", "bits", "name"), ENGINES, ids=lambda x: getattr(x, "name", x))
-@pytest.mark.few("case", "bits", "name")
-def test_grad_scaler_skips_an_overflow(case, bits, name):
-    """Nothing moves, counts or is recorded; the scale halves and training goes on."""
-    options = {"percentile_clipping": 50}
-    with lowbit_optim.use_engine(name):
-        scaled = build(case, bits, parameters(), **options)
-        scales = scaled_run(scaled, 1024.0, bad_steps=(1,))
-        plain = build(case, bits, parameters(), **options)
-        for t in (0, 2, 3):
-            train(plain, 1, first=t)
-    assert scales == [1024.0, 512.0, 512.0, 512.0]
-    assert all(int(state["step"]) == 3 for state in scaled.state.values())
-    assert identical(snapshot(scaled), snapshot(plain))
-
-
-@CLASSES
-def test_grad_scaler_overflow_in_the_first_step(case):
-    scaled = build(case, 8, parameters())
-    scaled_run(scaled, 1024.0, bad_steps=(0, 1, 2, 3))
-    for before, p in zip(parameters(), all_parameters(scaled), strict=True):
-        assert torch.equal(before, p)
-        assert int(scaled.state[p]["step"]) == 0
-
-
-@CLASSES
-def test_clipping_after_unscale(case):
-    scaled, plain = build(case, 32, parameters()), build(case, 32, parameters())
-    scaled_run(scaled, 1024.0, clip=True)
-    for t in range(4):
-        give_gradients(all_parameters(plain), t)
-        torch.nn.utils.clip_grad_norm_(all_parameters(plain), 0.5)
-        plain.step()
-    for p, q in zip(all_parameters(scaled), all_parameters(plain), strict=True):
-        assert torch.equal(p, q)
-
-
-def test_grad_scaler_with_gradients_of_several_dtypes():
-    params = [p for dtype in FLOATS for p in parameters(dtype)]
-    optimizer = lowbit_optim.AdamW8bit(params, min_8bit_size=1)
-    scaled_run(optimizer, 64.0, bad_steps=(2,))
-    assert all(int(optimizer.state[p]["step"]) == 3 for p in params)
-    assert all(p.isfinite().all() for p in params)
-    assert not hasattr(optimizer, "grad_scale")
-    assert not hasattr(optimizer, "found_inf")
 
 
 # Percentile clipping and the cap.

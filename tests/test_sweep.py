@@ -139,7 +139,8 @@ def test_a_window_has_whole_tensors(most):
 
 
 def test_a_skipped_step_changes_nothing():
-    optimizer = lowbit_optim.LAMB8bit(parameters(shapes=SHAPES), lr=0.1, min_8bit_size=512)
+    shapes = parameters(shapes=SHAPES)
+    optimizer = lowbit_optim.LAMB8bit(shapes, lr=0.1, min_8bit_size=512, fused=True)
     scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
     train(optimizer, 1)
     before = snapshot(optimizer)

@@ -250,7 +250,7 @@ def test_a_list_of_a_configuration_is_taken_and_saved_as_a_list():
 def test_a_scaler_steps_an_optimizer_without_gradients():
     """As torch's fused optimizers, which unscale in their step, too."""
     params = [torch.nn.Parameter(torch.ones(3)) for _ in range(2)]
-    idle, other = (lowbit_optim.AdamW8bit([p]) for p in params)
+    idle, other = (lowbit_optim.AdamW8bit([p], fused=True) for p in params)
     scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
     scaler.scale(params[1].sum()).backward()
     scaler.step(other)
