@@ -241,7 +241,9 @@ class LowBitOptimizer(StepBase):
         """
         last, self.plans = self.plans, {}
         self._numbers.forget_places()
-        params = self._renumbered()
+        version, params = self._numbers.version, self._renumbered()
+        if self._numbers.version != version:
+            self._partial_plans = {}  # by old numbers, some perhaps of parameters that are gone
         if self._released is not None and all(p.grad is None for p in params):
             return
         parts = [part for index in range(len(self.param_groups)) for part in self._parts(index)]

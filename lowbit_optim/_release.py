@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable
+import weakref
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -119,6 +120,18 @@ def _stream(p: Tensor) -> Any:
     return current_stream(_sharding.local(p).device)
 
 
+def _hook_of(released: ReleasedGradients) -> Callable[[Tensor], None]:
+    """A hook that keeps nothing alive: Python's collector sees no circle through tensors' hooks."""
+    reference = weakref.ref(released)
+
+    def take(p: Tensor) -> None:
+        alive = reference()
+        if alive is not None:
+            alive._take(p)
+
+    return take
+
+
 class ReleasedGradients:
     """Released gradients: the hooks, and the parameters that wait to be stepped."""
 
@@ -161,15 +174,18 @@ class ReleasedGradients:
                 "gradients of flat parameters cannot be released: FullyShardedDataParallel uses "
                 "them after the hooks have run; use fully_shard (FSDP2)"
             )
-        self._hooks.update((p, p.register_post_accumulate_grad_hook(self._take)) for p in new)
+        take = _hook_of(self)
+        self._hooks.update((p, p.register_post_accumulate_grad_hook(take)) for p in new)
         _released_params.update(dict.fromkeys(new, True))
+
+    def _unhook(self, params: Iterable[Tensor]) -> None:
+        for p in params:
+            self._hooks.pop(p).remove()
+            _released_params.pop(p, None)
 
     def remove(self) -> None:
         """Take the hooks away; gradients that wait to be stepped stay for `optimizer.step()`."""
-        for p, hook in self._hooks.items():
-            hook.remove()
-            _released_params.pop(p, None)
-        self._hooks = {}
+        self._unhook(list(self._hooks))
         self._waiting, self._squares, self._taken = {}, {}, set()
         if self._optimizer._released == self.finish:
             self._optimizer._released = None
@@ -190,9 +206,11 @@ class ReleasedGradients:
 
     @torch.no_grad()
     def _take(self, p: Tensor) -> None:
-        """The hook of a parameter: its gradient is complete."""
+        """Take a parameter whose gradient is complete; in no group any more it is left alone."""
         with self._lock:
-            self._wait(p, _stream(p))
+            optimizer = self._optimizer
+            if optimizer._numbers.place_of(p, optimizer.param_groups) is not None:
+                self._wait(p, _stream(p))
 
     def _wait(self, p: Tensor, stream: Any) -> None:
         """Have a parameter stepped once there are enough of its stream."""
@@ -250,6 +268,7 @@ class ReleasedGradients:
     def finish(self) -> None:
         """Step what still waits, and what had no hook yet; the step is over."""
         params = self._params()
+        self._unhook(self._hooks.keys() - params)  # which have left the groups, or been replaced
         self._hook(params)
         waiting = [p for bucket in self._waiting.values() for p in bucket.params]
         self._waiting = {}
