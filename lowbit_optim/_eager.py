@@ -187,7 +187,6 @@ class EagerOptimizer(LowBitOptimizer):
         return state
 
     def _step_groups(self) -> None:
-        self._numbers.forget_places()
         self._renumbered()
         if torch.cuda.is_initialized():
             refuse_capture(torch.device("cuda"), "the host decides in every step what to do")

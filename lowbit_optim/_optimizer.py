@@ -240,7 +240,6 @@ class LowBitOptimizer(StepBase):
         a parameter or its state.
         """
         last, self.plans = self.plans, {}
-        self._numbers.forget_places()
         version, params = self._numbers.version, self._renumbered()
         if self._numbers.version != version:
             self._partial_plans = {}  # by old numbers, some perhaps of parameters that are gone

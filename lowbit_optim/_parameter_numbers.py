@@ -49,7 +49,7 @@ class ParameterNumbers:
     Attributes:
         version: another one whenever parameters have new numbers. Their random bits follow from
             these, which lists that users change may shift unnoticed.
-        places: those that were asked for since `forget_places`.
+        places: of all parameters, once one was asked for.
     """
 
     def __init__(self) -> None:
@@ -60,12 +60,8 @@ class ParameterNumbers:
         """Take all parameters in order; whether any has a new number."""
         if same_objects(listed, self._listed):
             return False
-        self._listed, self.version = listed, self.version + 1
+        self._listed, self.version, self.places = listed, self.version + 1, {}
         return True
-
-    def forget_places(self) -> None:
-        """Look every place up again."""
-        self.places = {}
 
     def place_of(self, p: Tensor, groups: Groups) -> Place | None:
         """A parameter's place; None if no group has it."""

@@ -11,11 +11,12 @@ from torch import Tensor
 
 from lowbit_optim_kernels import dispatch, dither
 from lowbit_optim_kernels.batch import Slot, batches_of
+from lowbit_optim_kernels.engines.registry import ENGINES
 from lowbit_optim_kernels.formats import parts_of
 from lowbit_optim_kernels.formats.float32 import FLOAT32
 from lowbit_optim_kernels.formats.layout import Layout
 from lowbit_optim_kernels.rules import Rule
-from lowbit_optim_kernels.step_plan import StepPlan, stand_in
+from lowbit_optim_kernels.step_plan import StepPlan, stand_in, too_many
 from lowbit_optim_kernels.weights import RESIDUAL_KEY
 
 from . import _gradients, _sharding
@@ -27,6 +28,10 @@ STORAGE_AND_ENGINE = (
     "optim_bits", "state_format", "min_8bit_size", "seed", "master_weight_bits", "maximize",
     "fused",
 )  # fmt: skip
+
+# Plans in a row in which nothing is stepped for the first time, before one has parameters without
+# a gradient, too: as long as new ones appear, it would be made anew with all of them.
+SETTLED = 3
 
 
 class _Member(NamedTuple):
@@ -114,7 +119,7 @@ class StepBase(CheckpointBase):
         """
         for p in dict.fromkeys(group["params"]):  # one that is listed twice is stepped once
             if p.grad is None:
-                if p in kept:
+                if p in kept and self._may_wait(p, group):
                     yield p, stand_in(p), dispatch.engine_for(p).name
                 continue
             engine = dispatch.engine_for(_sharding.local(p))
@@ -133,12 +138,34 @@ class StepBase(CheckpointBase):
             self._amp_tensor("grad_scale") is None, self._amp_tensor("found_inf") is None,
         )  # fmt: skip
         kept: set[Tensor] = set()
+        settled = 0
         if last is not None and last.is_for(form, listed):
             found = _gradients.gradients_of(listed)
             if last.take_gradients(found, _sharding.locals_of, self.state):
                 return last
-            kept = last.to_keep(self.state)
-        return self._new_plan(storage[0], form, listed, groups, kept)
+            present = [p for p, g in zip(listed, found, strict=True) if g is not None]
+            settled = last.settled + 1 if all(p in self.state for p in present) else 0
+            if settled >= SETTLED and last.can_leave_out():
+                kept = self._to_keep([p for p in listed if p.grad is None], present)
+        plan = self._new_plan(storage[0], form, listed, groups, kept)
+        plan.settled = settled
+        return plan
+
+    def _to_keep(self, waiting: list[Tensor], present: list[Tensor]) -> set[Tensor]:
+        """Of parameters without a gradient those for a plan to have beside those present."""
+        if too_many(min(len(waiting), len(self.state)), len(present)):
+            return set()
+        known = {(p.device, p.dtype) for p in present}
+        return {p for p in waiting if p in self.state and (p.device, p.dtype) in known}
+
+    def _may_wait(self, p: Tensor, group: Mapping[str, Any]) -> bool:
+        """Whether a plan can have a parameter without a gradient, and its state as it is."""
+        if type(p) not in _sharding.PLAIN_TYPES or not p.is_contiguous() or p.is_neg():
+            return False
+        if not ENGINES[dispatch.engine_for(p).name].takes_mixed_batches:
+            return False
+        _, new = self._local_state(p, p, group, None)
+        return not new
 
     def _new_plan(
         self, rule: Rule, form: tuple, listed: list[Tensor], groups: list[Mapping[str, Any]],

@@ -7,6 +7,7 @@ import torch
 
 import cases
 import lowbit_optim
+from lowbit_optim import _step_base
 from lowbit_optim_kernels import dispatch
 from lowbit_optim_kernels.batch import Batch, Slot, note_order
 from lowbit_optim_kernels.engines import registry
@@ -17,6 +18,12 @@ from protocol import all_parameters, build, give_gradients, identical, parameter
 SHAPES = ((12, 70), (300,), (3, 257), (64,), (0, 4))
 # Of five parameters, those that have no gradient in each step. The third one comes late.
 MISSING = ((2,), (2,), (0, 2), (), (1, 3, 4), (0, 1, 2, 3, 4), (), (3,), (2,))
+
+
+@pytest.fixture(autouse=True)
+def keeping_at_once(monkeypatch):
+    """New plans have parameters without a gradient from the first one on."""
+    monkeypatch.setattr(_step_base, "SETTLED", 0)
 
 
 def made(case, bits, device):
@@ -207,3 +214,62 @@ def test_the_order_of_batches_is_noted_anew_when_it_changes():
     assert [batch.follows for batch in batches] == [True, True, False]
     note_order(batches[::2])
     assert [batch.follows for batch in batches[::2]] == [False, False]
+
+
+def steps_of_some(present, device, thorough, before=lambda optimizer, t: None):
+    """The numbers after steps of 40 small tensors of which some have gradients, and each plan."""
+    params = [torch.nn.Parameter(p.detach().to(device)) for p in parameters(shapes=[(70,)] * 40)]
+    optimizer = lowbit_optim.LAMB8bit(params, lr=0.1, min_8bit_size=1)
+    plans = []
+    for t, chosen in enumerate(present):
+        give_gradients(params, t)
+        for i, p in enumerate(params):
+            p.grad = p.grad if i in chosen else None
+        if thorough:
+            optimizer.plans.clear()
+        before(optimizer, t)
+        optimizer.step()
+        plans += [(len(plan.params), plan.reused) for plan in optimizer.plans.values()]
+    return snapshot(optimizer), plans
+
+
+def test_a_plan_takes_in_all_once_no_new_ones_appear(engine, device, monkeypatch):
+    """Before, it would be made anew with all of them as often as one is stepped that never was."""
+    monkeypatch.undo()
+    count = 3 + _step_base.SETTLED
+    present = [range(20), range(20, 39), range(39, 40), *[range(t, 40, 3) for t in range(count)]]
+    kept, plans = steps_of_some(present, device, thorough=False)
+    anew, _ = steps_of_some(present, device, thorough=True)
+    assert identical(kept, anew)
+    few = [(len(chosen), False) for chosen in present[: 2 + _step_base.SETTLED]]
+    if registry.ENGINES[engine].takes_mixed_batches:
+        assert plans == [*few, (40, False), *[(40, True)] * 3]
+    else:
+        assert plans == [(len(chosen), False) for chosen in present]
+
+
+def test_few_of_many_have_a_plan_of_their_own(engine, device):
+    """Whose making takes less than to look at all others."""
+    present = [range(40), *[[t, t + 20] for t in range(4)], *[[t] for t in range(4)], []]
+    kept, plans = steps_of_some(present, device, thorough=False)
+    anew, _ = steps_of_some(present, device, thorough=True)
+    assert identical(kept, anew)
+    assert plans[5:9] == [(1, False)] * 4
+    if registry.ENGINES[engine].takes_mixed_batches:
+        assert plans[1:5] == [(2, False)] * 4
+
+
+def test_a_state_that_does_not_fit_is_left_alone(engine, device):
+    """As it is, as long as its parameter is not stepped."""
+    wide = torch.ones(70, device=device)
+
+    def widen(optimizer, t):
+        state = optimizer.state[optimizer.param_groups[0]["params"][3]]
+        if t == 1:
+            state.update(exp_avg=wide, exp_avg_sq=wide.clone())
+            state.pop("exp_avg_absmax"), state.pop("exp_avg_sq_absmax")
+        assert t in (0, 4) or state["exp_avg"] is wide
+
+    present = [range(40), range(4, 20), range(20, 40), range(4, 40), range(3, 40)]
+    (kept, _), (anew, _) = (steps_of_some(present, device, x, widen) for x in (False, True))
+    assert identical(kept, anew)

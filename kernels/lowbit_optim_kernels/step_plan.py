@@ -45,6 +45,16 @@ class _States:
         return True
 
 
+# Parameters without a gradient for each one that has one, at most: to look at them all costs more
+# then than to make a plan of the few.
+MOST_MISSING = 16
+
+
+def too_many(missing: int, present: int) -> bool:
+    """Whether so many parameters without a gradient are better left out of a plan."""
+    return missing > MOST_MISSING * present > 0
+
+
 def stand_in(p: Tensor) -> Tensor:
     """A tensor in place of a gradient that is missing; it is never read."""
     return p.detach()
@@ -139,6 +149,7 @@ class StepPlan:
             is held.
         new_states: states that are to be kept once the step can no longer fail.
         reused: whether this is the last step's plan, with new gradients.
+        settled: how many plans before it, one after the other, stepped nothing for the first time.
     """
 
     form: tuple
@@ -152,6 +163,7 @@ class StepPlan:
     staged: dict[int, Tensor] = field(default_factory=dict)
     new_states: dict[Tensor, dict[str, Any]] = field(default_factory=dict)
     reused: bool = False
+    settled: int = 0
     _snapshot: _Snapshot | None = None  # None where this plan cannot be used again
 
     def __post_init__(self) -> None:
@@ -277,16 +289,6 @@ class StepPlan:
             and all(ENGINES[batch.engine].takes_mixed_batches for batch in self.batches)
         )
 
-    def to_keep(self, state: Mapping[Tensor, dict[str, Any]]) -> set[Tensor]:
-        """The parameters that the next plan is to have, too, even if they have no gradient then.
-
-        Not those that are copied in every step.
-        """
-        before = self._snapshot
-        if before is None or not self.can_leave_out() or not before.matches(self.params, state):
-            return set()
-        return {p for i, p in enumerate(self.params) if i not in before.copied_params}
-
     def take_gradients(
         self, found: list[Tensor | None], locals_of: Locals, state: Mapping[Tensor, dict[str, Any]]
     ) -> bool:
@@ -341,7 +343,8 @@ class StepPlan:
             return gradients, frozenset()
         own = list(compress(found, self._in_plan))
         missing = frozenset(i for i, g in enumerate(own) if g is None)
-        if len(gradients) + len(missing) > len(own) or not self.can_leave_out():
+        others = len(gradients) + len(missing) > len(own)
+        if others or too_many(len(missing), len(gradients)) or not self.can_leave_out():
             return None
         pairs = zip(self.params, own, strict=True)
         return [stand_in(p) if g is None else g for p, g in pairs], missing
