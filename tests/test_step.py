@@ -305,3 +305,38 @@ def test_zero_gradients_and_lr_zero_leave_every_bit(case):
     assert all(torch.equal(p, q) for p, q in zip(params, before, strict=True))
     tensors = [x for state in optimizer.state.values() for x in state.values()]
     assert all(x.isfinite().all() for x in tensors)
+
+
+@pytest.mark.parametrize("name", ["torch", "numba", "triton"])
+@pytest.mark.parametrize("case", ONE_PER_CLASS, ids=lambda case: case.name)
+@pytest.mark.few("case")
+def test_infinite_weights_without_decay_and_gradient_stay(case, name):
+    """A mask for attention, for example; no decay is none, not 0 times infinity."""
+    if case.name in ("LANS", "ScheduleFreeAdamW", "Cain", "LearnedGradient"):
+        pytest.skip("its arithmetic takes differences of weights, or products with them")
+    if name == "triton":
+        pytest.importorskip("triton")
+    p = torch.nn.Parameter(torch.ones(4, 70))
+    p.data[1] = -torch.inf
+    with lowbit_optim.use_engine(name):
+        optimizer = build(case, 8, [p], weight_decay=0.0)
+        for _ in range(2):
+            p.grad = torch.ones(4, 70)
+            p.grad[1] = 0.0
+            optimizer.step()
+    assert (p[1] == -torch.inf).all()
+    assert p[0].isfinite().all()
+
+
+@pytest.mark.parametrize("name", ["torch", "numba"])
+def test_centered_moments_that_are_infinite(name):
+    """As with torch.optim.RMSprop, weights stay from there on."""
+    p, q = (torch.nn.Parameter(torch.ones(300)) for _ in range(2))
+    theirs = torch.optim.RMSprop([q], centered=True)
+    with lowbit_optim.use_engine(name):
+        ours = lowbit_optim.RMSprop32bit([p], centered=True)
+        for g in (1e22, 1.0):
+            p.grad, q.grad = torch.full((300,), g), torch.full((300,), g)
+            ours.step()
+            theirs.step()
+    assert torch.equal(p, q)

@@ -40,7 +40,8 @@ def rmsprop_centered(g, variance, grad_avg, alpha, gain, floor):
 @gives("u", "square_avg", "grad_avg")
 def rmsprop_centered_as_torch(g, square_avg, grad_avg, alpha, gain, floor):
     """Centered RMSprop with torch.optim.RMSprop's moments."""
-    before = maximum(square_avg - grad_avg * grad_avg, 0.0)
+    before = square_avg - grad_avg * grad_avg
+    before = where(before > 0.0, before, 0.0)  # of infinities too, whose difference is NaN
     u, _spread, a = rmsprop_centered(g, before, grad_avg, alpha, gain, floor)
     return u, alpha * square_avg + gain * g * g, a
 

@@ -50,7 +50,7 @@ def accelerated(momentum: bool, nesterov: bool):
 @gives("g")
 def local_gradient(p, g, inner, wd):
     """You, Gitman, Ginsburg, arXiv:1708.03888, Alg. 1; `inner` carries the trust ratio."""
-    return inner * (g + wd * p)
+    return inner * where(wd == 0.0, g, g + wd * p)  # see `coupled_decay`
 
 
 @gives("p_sq", "g_sq")

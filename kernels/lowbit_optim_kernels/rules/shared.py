@@ -18,8 +18,11 @@ def clipped(x, limit):
 
 @gives("g")
 def coupled_decay(p, g, weight_decay):
-    """The decay as a part of the gradient: that of weight_decay / 2 ||p||^2 (L2 regularization)."""
-    return g + weight_decay * p
+    """The decay as a part of the gradient: that of weight_decay / 2 ||p||^2 (L2 regularization).
+
+    None is none: 0 times an infinite weight, as one that masks something, would be NaN.
+    """
+    return where(weight_decay == 0.0, g, g + weight_decay * p)
 
 
 @gives("u")

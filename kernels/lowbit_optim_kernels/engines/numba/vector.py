@@ -313,8 +313,9 @@ maximum, minimum = map(of_two(F), (larger, smaller))
 
 @intrinsic
 def where(typing, mask, x, y):
-    """Lanes of x where the mask is true, of y elsewhere."""
-    return F(M, F, F), lambda c, b, s, a: b.select(*a)
+    """Lanes of x where the mask is true, of y elsewhere; a number's truth is that of all lanes."""
+    truth = mask if isinstance(mask, types.Boolean) else M
+    return F(truth, F, F), lambda c, b, s, a: b.select(*a)
 
 
 def _is_finite(b: ir.IRBuilder, x: ir.Value) -> ir.Value:
