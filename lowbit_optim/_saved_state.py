@@ -28,7 +28,8 @@ MOST_STEPS = 2**53  # and up to here in fp64
 
 def saved_step(step: Tensor) -> Tensor:
     """A count of steps in fp32 while that is exact, in a tensor of its own."""
-    return step.to(torch.float32 if int(step) <= EXACT_IN_FP32 else torch.float64)
+    exact = step.device.type == "meta" or int(step) <= EXACT_IN_FP32  # there is no number there
+    return step.to(torch.float32 if exact else torch.float64)
 
 
 def as_step(value: Any) -> int:

@@ -128,3 +128,14 @@ def test_tables_are_kept_and_waited_for_on_another_stream(monkeypatch):
     ((batch,),) = [plan.batches for plan in optimizer.plans.values()]
     tables = {x.data_ptr() for x in vars(batch.tables).values() if isinstance(x, torch.Tensor)}
     assert {address for address, name in kept if name == "b"} == tables
+
+
+def test_a_state_dict_of_what_has_no_values():
+    """Of a model on the meta device, whose steps nobody counts."""
+    p = torch.nn.Parameter(torch.empty(70, 70, device="meta"))
+    optimizer = lowbit_optim.AdamW8bit([p])
+    p.grad = torch.empty_like(p)
+    optimizer.step()
+    saved = optimizer.state_dict()["state"][0]
+    assert (saved["step"].dtype, saved["exp_avg"].dtype) == (torch.float32, torch.uint8)
+    assert all(x.device.type == "meta" for x in saved.values())
