@@ -20,8 +20,10 @@ from torch import Tensor, nn
 
 import lowbit_optim
 from lowbit_optim import GlobalOptimManager, LowBitOptimizer, _saved_moments, _state_dicts
-from lowbit_optim._foreign.bitsandbytes import NESTED
-from lowbit_optim._foreign.load import LIBRARIES
+from lowbit_optim._foreign.bitsandbytes import BITSANDBYTES, NESTED
+from lowbit_optim._foreign.export import require_optimizer
+from lowbit_optim._foreign.load import LIBRARIES, codes_of
+from lowbit_optim._foreign.to_bitsandbytes import Original, write
 from lowbit_optim._settings import COMMON_DEFAULTS
 from lowbit_optim_kernels.formats import FORMATS, units
 from lowbit_optim_kernels.rules import Moment
@@ -295,6 +297,9 @@ def _converted(
     found: Found, name: str, to: str, format: str | None, layout: str
 ) -> tuple[dict[str, Any], list[str]]:
     """A state dict of another library, and what is to be said of it."""
+    was = library(found.state_dict)
+    if to == "torch" and was != "lowbit_optim":
+        format = "float32"  # what another library has coded would be coded anew before it is read
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         optimizer = rebuilt(found, name, format)
@@ -309,20 +314,36 @@ def _converted(
         if to == "torch":
             new = lowbit_optim.to_torch_state_dict(optimizer)
         elif to == "bitsandbytes":
-            new = lowbit_optim.to_bitsandbytes_state_dict(optimizer, layout)
+            new = _for_bitsandbytes(found, optimizer, layout)
         else:
             new = optimizer.state_dict()
     except ValueError as error:
         raise Refused(f"{found.where} cannot be converted to {to}: {error}") from None
-    was, count = library(found.state_dict), plural(len(states), "parameter")
+    count, coded = plural(len(states), "parameter"), _foreign_format(states, was) == "dynamic8"
     lines = [f"{found.where}: {name} of {was} to {to}, {count} with state"]
-    lines += [str(warning.message) for warning in caught]
+    if to == "bitsandbytes" and was != "lowbit_optim" and format != "float32" and coded:
+        lines.append("codes in the same blocks are taken bit for bit, others made once, of numbers")
+    else:
+        lines += [str(warning.message) for warning in caught]
     if to != "lowbit" and any(RESIDUAL_KEY in state for state in states):
         lines.append(
             f"the bits beyond bf16 of its weights ({RESIDUAL_KEY}) are not in it; "
             "`lowbit_optim.master_weights` gives the weights with them"
         )
     return _renamed(new, found.state_dict), lines
+
+
+def _for_bitsandbytes(found: Found, optimizer: LowBitOptimizer, layout: str) -> dict[str, Any]:
+    """The state dict for bitsandbytes of what an optimizer has loaded, coded once at most.
+
+    The optimizer may have coded in blocks of its own what bitsandbytes has in others.
+    """
+    require_optimizer(optimizer, "--to bitsandbytes", "bitsandbytes", BITSANDBYTES.families)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # which the first one has said
+        exact = rebuilt(found, optimizer.family, "float32")
+    original = Original(exact, codes_of(exact, found.state_dict))
+    return write(optimizer, layout, original)
 
 
 def _renamed(new: Mapping[str, Any], old: Mapping[str, Any]) -> dict[str, Any]:

@@ -83,3 +83,15 @@ def test_checkpoints_of_torchao_are_inspected_and_converted(tmp_path, name):
     with pytest.warns(UserWarning, match="converts a state_dict of torchao"):
         fresh.load_state_dict(saved)
     assert_equal(ours["state"], fresh.state_dict()["state"])
+    exact = lowbit_optim.AdamW32bit(
+        [torch.nn.Parameter(torch.zeros(s)) for s in [(64, 256), (10,)]]
+    )
+    with pytest.warns(UserWarning, match="converts a state_dict of torchao"):
+        exact.load_state_dict(saved)
+    arguments = ("--optimizer", "AdamW", "--to")
+    plain = converted(tmp_path / "run.pt", tmp_path / "plain.pt", *arguments, "torch")
+    assert_equal(plain["state"], lowbit_optim.to_torch_state_dict(exact)["state"])
+    theirs = converted(tmp_path / "run.pt", tmp_path / "theirs.pt", *arguments, "bitsandbytes")
+    if name == "AdamW8bit":
+        assert torch.equal(theirs["state"][0]["state1"], saved["state"][0]["exp_avg"].codes)
+        assert torch.equal(theirs["state"][0]["absmax1"], saved["state"][0]["exp_avg"].scale)

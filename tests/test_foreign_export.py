@@ -118,6 +118,18 @@ def test_what_is_written_for_bitsandbytes_comes_back(family, layout, bits):
                 assert (got - want).abs().max() <= 0.02 * want.abs().max(), key
 
 
+@LAYOUTS
+@pytest.mark.parametrize("family", ["LAMB", "LARS", "AdamW"])
+def test_scalars_and_empty_tensors_come_back(family, layout):
+    shapes = [(), (0,), (0, 300), (3, 0)]
+    optimizer = trained(family, 8, shapes, state_format="dynamic8")
+    again = build(family, params_of(shapes))
+    load(again, to_bitsandbytes_state_dict(optimizer, layout))
+    for p, q in zip(*(o.param_groups[0]["params"] for o in (optimizer, again)), strict=True):
+        for key, want in read(optimizer, p).items():
+            torch.testing.assert_close(read(again, q)[key], want, rtol=1e-2, atol=0)
+
+
 def test_other_keys_of_a_group_and_norms_are_written():
     optimizer = trained("AdamW", 8, percentile_clipping=5)
     optimizer.param_groups[0]["initial_lr"] = 0.5

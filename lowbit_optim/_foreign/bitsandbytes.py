@@ -173,6 +173,16 @@ class BitsAndBytes(Library):
                 exact.append(kept)
         return state, all(exact)
 
+    def codes(self, saved: Mapping[str, Any], p: Tensor, family: str) -> dict[str, Coded]:
+        """Those of `state1` and `state2`."""
+        flat, states = _flat(saved), FAMILIES[family].states
+        return {
+            moment.key: value
+            for i, moments in enumerate(states, 1)
+            for moment, value in zip(moments, _values(flat, i, moments, p), strict=True)
+            if isinstance(value, Coded)
+        }
+
 
 BITSANDBYTES = BitsAndBytes()
 

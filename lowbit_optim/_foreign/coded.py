@@ -59,6 +59,12 @@ class Coded:
     book: Tensor
     block: int
 
+    def is_in(self, block: int, book: Tensor) -> bool:
+        """Whether codes in these blocks of the flattened tensor, of this book, are the same."""
+        numel = self.codes.numel()
+        same = self.block == block or numel <= min(self.block, block)
+        return same and torch.equal(self.book.float(), book.to(self.book.device))
+
     def numbers(self) -> Tensor:
         """The moment in fp32, rounded as the library itself rounds it."""
         values = self.book.float()[self.codes.flatten().int()]

@@ -8,6 +8,8 @@ from typing import Any
 
 from torch import Tensor
 
+from .coded import Coded
+
 
 class Library(ABC):
     """Another library's state dicts.
@@ -45,3 +47,7 @@ class Library(ABC):
         Raises:
             ValueError: for what the library does not leave behind for this family and parameter.
         """
+
+    @abstractmethod
+    def codes(self, saved: Mapping[str, Any], p: Tensor, family: str) -> dict[str, Coded]:
+        """The moments of a saved state that `state` has read that are in codes, by our keys."""

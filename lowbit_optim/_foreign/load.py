@@ -6,10 +6,12 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from .. import _checks, _state_dicts
 from .._state_base import StateBase
 from .bitsandbytes import BITSANDBYTES
+from .coded import Coded
 from .library import Library
 from .torchao import TORCHAO
 
@@ -51,6 +53,25 @@ def as_ours(optimizer: StateBase, state_dict: Any) -> Any:
     said = f"{name} converts a state_dict of {library.name}: {_kept(list(exact.values()))}"
     _checks.warn_user(said, "torch")  # whose hooks are between this line and the caller's
     return converted
+
+
+def codes_of(optimizer: StateBase, state_dict: Any) -> dict[int, dict[str, Coded]]:
+    """Moments that are in another library's codes in a state dict that an optimizer has loaded.
+
+    Returns:
+        Those of each parameter by key, under its number in what the optimizer saves.
+    """
+    library, found = _library_of(state_dict), {}
+    if library is None:
+        return {}
+    numbers: dict[Tensor, int] = {}
+    for group, old in zip(optimizer.param_groups, state_dict["param_groups"], strict=True):
+        for p, index in zip(group["params"], old["params"], strict=True):
+            number = numbers.setdefault(p, len(numbers))
+            if saved := state_dict["state"].get(index):
+                own = {key: value for key, value in saved.items() if value is not None}
+                found[number] = library.codes(own, p, optimizer.family)
+    return found
 
 
 def _library_of(state_dict: Any) -> Library | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from functools import cache, partial
 from itertools import chain
 from typing import Any
@@ -11,17 +12,16 @@ import torch
 from torch import Tensor
 
 from lowbit_optim_kernels import dispatch
-from lowbit_optim_kernels.formats import Format, units
+from lowbit_optim_kernels.formats import Format, finite_in_all, units
 from lowbit_optim_kernels.formats.dynamic8 import DYNAMIC8, block_absmax, create_dynamic_map, encode
 from lowbit_optim_kernels.rules import SIGNED, SQUARE, Moment
 
 from .. import _checks, _saved_moments
 from .._optimizer import LowBitOptimizer
 from .bitsandbytes import BITSANDBYTES, BLOCKS, FAMILIES, NESTED, ONE_STATE, TWO_STATES, Family
-from .coded import same_blocks
+from .coded import Coded, same_blocks
 from .export import Group, Member, groups_of, require_optimizer
 
-Numbers = Callable[[], dict[str, Tensor]]  # a parameter's moments in 32 bits, made when wanted
 LAYOUTS = ("flat", "nested")
 # Settings that mean nothing while there is no weight decay.
 OF_DECAY = ("decoupled_weight_decay", "adam_w_mode")
@@ -67,12 +67,66 @@ def to_bitsandbytes_state_dict(optimizer: LowBitOptimizer, layout: str = "flat")
     _checks.one_of("layout", layout, LAYOUTS)
     function = "to_bitsandbytes_state_dict"
     require_optimizer(optimizer, function, "bitsandbytes", BITSANDBYTES.families)
+    return write(optimizer, layout, Original(optimizer, {}))
+
+
+@dataclass(frozen=True)
+class Original:
+    """Moments as they were before the format of the optimizer that is written rounded them.
+
+    Attributes:
+        optimizer: one of the same groups that has them in 32 bits, or the one that is written.
+        codes: moments in another library's codes, by a parameter's number and by key.
+    """
+
+    optimizer: LowBitOptimizer
+    codes: Mapping[int, Mapping[str, Coded]]
+
+    def sources(self) -> dict[int, Source]:
+        """Each parameter's moments, by its number."""
+        members = (member for group in groups_of(self.optimizer) for member in group.members)
+        return {
+            one.index: Source(
+                cache(partial(one.numbers, self.optimizer)), self.codes.get(one.index, {})
+            )
+            for one in members
+        }
+
+
+@dataclass(frozen=True)
+class Source:
+    """A parameter's moments.
+
+    Attributes:
+        numbers: gives them in 32 bits by key, made when wanted.
+        codes: those that are in another library's codes, by key.
+    """
+
+    numbers: Callable[[], dict[str, Tensor]]
+    codes: Mapping[str, Coded]
+
+    def finite(self) -> dict[str, Tensor]:
+        """Numbers as a step codes them: zero where one of them is not finite."""
+        numbers = self.numbers()
+        return dict(zip(numbers, finite_in_all(list(numbers.values())), strict=True))
+
+
+@torch.no_grad()
+def write(optimizer: LowBitOptimizer, layout: str, original: Original) -> dict[str, Any]:
+    """`to_bitsandbytes_state_dict` with moments from elsewhere, so that they are coded once.
+
+    Args:
+        optimizer: one that bitsandbytes has; it says what is coded.
+        layout: one of `LAYOUTS`.
+        original: the moments. Codes are taken as they are where bitsandbytes' blocks are the same.
+    """
     its, groups = FAMILIES[optimizer.family], list(groups_of(optimizer))
     packed = [group.packed(_settings(its, group)) for group in groups]
     state: dict[int, dict[str, Any]] = {}
+    sources, whole = original.sources(), its.whole and layout == "flat"
     for member in (member for group in groups for member in group.members):
         if member.state:
-            flat = _state(optimizer, its, member, whole=its.whole and layout == "flat")
+            flat = _state(its, member, sources[member.index], whole)
             state[member.index] = flat if layout == "flat" else _nested(flat)
     return {"state": state, "param_groups": packed}
 
@@ -97,24 +151,26 @@ def _settings(its: Family, group: Group) -> dict[str, Any]:
     return {key: theirs[key] for key in (ONE_STATE if len(its.states) == 1 else TWO_STATES)}
 
 
-def _state(optimizer: LowBitOptimizer, its: Family, member: Member, whole: bool) -> dict[str, Any]:
+def _state(its: Family, member: Member, source: Source, whole: bool) -> dict[str, Any]:
     """A parameter's state in the flat layout; `whole` for one scale a tensor."""
-    numbers = cache(partial(member.numbers, optimizer))
     # Asked of all together: a format may have two moments in one byte.
     stored = _saved_moments.saved_units(member.state, tuple(chain.from_iterable(its.states)))
     formats = {moment: unit.format for unit in stored for moment in unit.moments}
-    exact = all(format.exact for format in formats.values())
     state: dict[str, Any] = {"step": member.steps}
     for i, moments in enumerate(its.states, 1):
-        if exact:
-            parts = [{f"state{i}": numbers()[moment.key].float()} for moment in moments]
+        if all(format.exact for format in formats.values()):
+            parts = [{f"state{i}": source.numbers()[moment.key].float()} for moment in moments]
         else:
             # Its classes of one state have the signed code whatever the state is.
             signed = moments[0].signed or len(its.states) == 1
             state[f"qmap{i}"] = create_dynamic_map(signed).to(member.p.device)
-            parts = [_coded(member, numbers, m, formats[m], signed, i, whole) for m in moments]
+            keys = (f"state{i}", f"max{i}" if whole else f"absmax{i}")
+            coded = [_coded(member, source, m, formats[m], signed, whole) for m in moments]
+            parts = [dict(zip(keys, pair, strict=True)) for pair in coded]
         for key in parts[0]:
             state[key] = torch.stack([part[key] for part in parts]) if parts[1:] else parts[0][key]
+        if f"max{i}" in state:
+            state[f"new_max{i}"] = state[f"max{i}"].clone()
     if its.by_constructor:  # a scratch that its step wants under a max_unorm
         state["unorm_vec"] = torch.zeros(1, dtype=torch.float32, device=member.p.device)
     if "gnorm_vec" in member.state:
@@ -123,24 +179,26 @@ def _state(optimizer: LowBitOptimizer, its: Family, member: Member, whole: bool)
 
 
 def _coded(
-    member: Member, numbers: Numbers, moment: Moment, format: Format, signed: bool, i: int,
-    whole: bool,
-) -> dict[str, Tensor]:  # fmt: skip
+    member: Member, source: Source, moment: Moment, format: Format, signed: bool, whole: bool
+) -> tuple[Tensor, Tensor]:
     """A moment's codes and scales; those that there are, if they are what bitsandbytes has."""
     shape = member.p.shape
+    there, block = source.codes.get(moment.key), max(shape.numel(), 1) if whole else BLOCKS[0]
+    if there is not None and there.is_in(block, create_dynamic_map(signed)):
+        return there.codes.clone(), there.scales.float().clone()
     if whole:
-        x = numbers()[moment.key]
-        scale = block_absmax(x.reshape(1, -1)).reshape(1)
-        codes = encode(x, scale, signed)
-        return {f"state{i}": codes, f"max{i}": scale, f"new_max{i}": scale.clone()}
+        x = source.finite()[moment.key]
+        # Of nothing there is no largest number, and a scale all the same.
+        scale = block_absmax(x.reshape(1, -1)).reshape(1) if x.numel() else x.new_zeros(1).float()
+        return encode(x, scale, signed).reshape(shape), scale
     if format is DYNAMIC8 and signed == moment.signed and same_blocks(shape, BLOCKS[0]):
         (unit,) = units((moment,), DYNAMIC8)
         codes, scales = (member.state[part.key].detach().clone() for part in unit.parts)
     else:
         (unit,) = units((Moment(moment.key, SIGNED if signed else SQUARE),), DYNAMIC8)
-        flat = numbers()[moment.key].flatten()
+        flat = source.finite()[moment.key].flatten()
         codes, scales = dispatch.encode(unit, [flat], flat.shape).values()
-    return {f"state{i}": codes.reshape(shape), f"absmax{i}": scales.flatten()}
+    return codes.reshape(shape), scales.flatten()
 
 
 def _nested(flat: Mapping[str, Any]) -> dict[str, Any]:

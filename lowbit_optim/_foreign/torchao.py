@@ -14,7 +14,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lowbit_optim_kernels.rules import Moment
 from lowbit_optim_kernels.rules.adam import AMSGRAD
 
 from .._tensor_checks import require_dense, require_scales, require_shape, require_values
@@ -51,10 +50,18 @@ class TorchAO(Library):
             value = saved.get(moment.key)
             if value is None or not _is_stored(value):
                 continue
-            own, kept = _read(value, moment, p)
+            read = _read(value, moment.key, p)
+            numbers = {moment.key: read}, False
+            own, kept = read.saved(moment) if isinstance(read, Coded) else numbers
             state.update(own)
             exact.append(kept)
         return state, all(exact)
+
+    def codes(self, saved: Mapping[str, Any], p: Tensor, family: str) -> dict[str, Coded]:
+        """Those of 8 and 4 bits; fp8 are numbers."""
+        keys = [moment.key for moment in AMSGRAD if _is_stored(saved.get(moment.key))]
+        read = {key: _read(saved[key], key, p) for key in keys}
+        return {key: value for key, value in read.items() if isinstance(value, Coded)}
 
 
 TORCHAO = TorchAO()
@@ -64,9 +71,9 @@ def _is_stored(value: Any) -> bool:
     return isinstance(value, Tensor) and hasattr(value, "codes") and hasattr(value, "scale")
 
 
-def _read(value: Any, moment: Moment, p: Tensor) -> tuple[dict[str, Tensor], bool]:
-    """A moment as state dicts of ours have it, and whether that is bit for bit."""
-    key, numel = moment.key, p.numel()
+def _read(value: Any, key: str, p: Tensor) -> Coded | Tensor:
+    """A moment's codes, or the numbers that it has in fp8."""
+    numel = p.numel()
     codes, scale, book = value.codes.detach(), value.scale.detach(), getattr(value, "qmap", None)
     require_values({f"{key}.codes": codes, f"{key}.scale": scale, f"{key}.qmap": book}, p)
     require_shape(repr(key), value, p.shape)
@@ -82,11 +89,11 @@ def _read(value: Any, moment: Moment, p: Tensor) -> tuple[dict[str, Tensor], boo
     wanted = (numel // 2,) if packed else tuple(p.shape)
     require_shape(f"'{key}.codes'", codes, wanted, f"{wanted} is needed")
     if book is None:
-        return {key: _of_fp8(key, codes, scale)}, False
+        return _of_fp8(key, codes, scale)
     check_book(f"{key}.qmap", book, 16 if packed else 256)
     if packed:
         codes = torch.stack([codes >> 4, codes & 15], -1).reshape(p.shape)
-    return Coded(f"{key}.codes", codes.contiguous(), scale, book, block).saved(moment)
+    return Coded(f"{key}.codes", codes.contiguous(), scale, book, block)
 
 
 def _of_fp8(key: str, codes: Tensor, scale: Tensor) -> Tensor:
