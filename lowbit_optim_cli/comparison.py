@@ -24,8 +24,9 @@ from torch import Tensor, nn
 import lowbit_optim
 
 from .checkpoints import tensor_bytes
-from .conversion import OPTIONS, named_family
+from .conversion import OPTIONS
 from .errors import plural
+from .families import named_family
 from .optimizers import BITS, own_layouts
 
 SYMBOLS, WIDTH, BATCH = 32, 256, 256

@@ -6,9 +6,7 @@ itself, so an optimizer is rebuilt whose parameters have shapes and no memory.
 
 from __future__ import annotations
 
-import difflib
 import os
-import re
 import tempfile
 import warnings
 from collections.abc import Iterator, Mapping
@@ -22,9 +20,8 @@ import lowbit_optim
 from lowbit_optim import GlobalOptimManager, LowBitOptimizer, _saved_moments, _state_dicts
 from lowbit_optim._foreign.bitsandbytes import BITSANDBYTES, NESTED
 from lowbit_optim._foreign.export import require_optimizer
-from lowbit_optim._foreign.load import LIBRARIES, codes_of
+from lowbit_optim._foreign.load import codes_of
 from lowbit_optim._foreign.to_bitsandbytes import Original, write
-from lowbit_optim._settings import COMMON_DEFAULTS
 from lowbit_optim_kernels.formats import FORMATS, units
 from lowbit_optim_kernels.rules import Moment
 from lowbit_optim_kernels.weights import RESIDUAL_KEY
@@ -32,70 +29,12 @@ from lowbit_optim_kernels.weights import RESIDUAL_KEY
 from . import checkpoints
 from .checkpoints import Found
 from .errors import Refused, plural, sentence
+from .families import FAMILIES, TORCH, family, library, named_family, written_by
 
-TORCH = "torch.optim"
 THEIRS = ("float32", "dynamic8")  # the formats of bitsandbytes
 OPTIONS = {"SGD": {"momentum": 0.9}, "LARS": {"momentum": 0.9}}  # which keep nothing without
 # The settings that decide which moments there are.
 DECIDING = {"SGD": ("momentum",), "LARS": ("momentum",), "RMSprop": ("momentum", "centered")}
-# What the groups of torch.optim's classes have that those of the others have not.
-TELLING = {
-    "SGD": {"momentum", "dampening", "nesterov"},
-    "RMSprop": {"alpha", "centered"},
-    "Adagrad": {"lr_decay", "initial_accumulator_value"},
-}
-FAMILIES = sorted(
-    {
-        cls.family
-        for cls in vars(lowbit_optim).values()
-        if isinstance(cls, type) and issubclass(cls, LowBitOptimizer) and hasattr(cls, "family")
-    }
-)
-
-
-def library(state_dict: Mapping[str, Any]) -> str:
-    """The library that wrote a state dict, or one whose layout is the same.
-
-    Of ours torch.distributed's `get_state_dict` leaves the header out, but not the settings.
-    """
-    groups = [group for group in state_dict["param_groups"] if isinstance(group, Mapping)]
-    if _state_dicts.KEY in state_dict or any(
-        COMMON_DEFAULTS.keys() <= one.keys() for one in groups
-    ):
-        return "lowbit_optim"
-    return next((one.name for one in LIBRARIES if one.recognises(state_dict)), TORCH)
-
-
-def family(state_dict: Mapping[str, Any]) -> str | None:
-    """The optimizer that a state dict is of, without its bits; None if that does not tell."""
-    head = state_dict.get(_state_dicts.KEY)
-    if isinstance(head, Mapping):
-        return str(head.get("optimizer"))
-    groups = [group for group in state_dict["param_groups"] if isinstance(group, Mapping)]
-    if library(state_dict) != TORCH or not groups:
-        return None
-    keys = set(groups[0])
-    for name, telling in TELLING.items():
-        if telling <= keys:
-            return name
-    if {"betas", "amsgrad", "decoupled_weight_decay"} <= keys:
-        return "AdamW" if groups[0]["decoupled_weight_decay"] is True else "Adam"
-    return None
-
-
-def named_family(name: str) -> str:
-    """The family that a user names, "AdamW" or "AdamW8bit".
-
-    Raises:
-        Refused: if there is none of this name.
-    """
-    known = {one.lower(): one for one in FAMILIES}
-    plain = re.sub("(4|8|32)bit$", "", name).lower()
-    if plain in known:
-        return known[plain]
-    near = [known[one] for one in difflib.get_close_matches(plain, known, n=2, cutoff=0.5)]
-    hint = f"did you mean {' or '.join(near)}?" if near else f"there are {', '.join(FAMILIES)}"
-    raise Refused(f"unknown optimizer {name!r}; {hint}")
 
 
 def rebuilt(found: Found, name: str, format: str | None = None) -> LowBitOptimizer:
@@ -258,7 +197,7 @@ def convert(
         own = named_family(name) if name else family(one.state_dict)
         if own not in FAMILIES:
             raise Refused(
-                f"{one.where} is of {library(one.state_dict)} and does not say of which "
+                f"{one.where} is of {written_by(one.state_dict)} and does not say of which "
                 "optimizer; name it, as in --optimizer AdamW"
             )
         news[one.path], lines = _converted(one, own, to, format, layout)

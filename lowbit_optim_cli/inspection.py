@@ -16,7 +16,7 @@ from rich.table import Table
 
 from lowbit_optim import _saved_moments, _saved_state, _state_dicts
 
-from . import checkpoints, conversion
+from . import checkpoints, conversion, families
 from .checkpoints import Found
 from .errors import Refused, plural
 from .headers import read_header
@@ -100,7 +100,7 @@ def _kinds(tensors: Iterable[tuple[str, str, tuple[int, ...], int]]) -> tuple[Ki
 
 def _report(found: Found) -> Report:
     state_dict = found.state_dict
-    library, family = conversion.library(state_dict), conversion.family(state_dict)
+    library, family = families.library(state_dict), families.family(state_dict)
     states = [one for one in state_dict["state"].values() if isinstance(one, Mapping) and one]
     tensors = [
         (str(key), str(x.dtype).removeprefix("torch."), tuple(x.shape), x.nbytes)
@@ -108,7 +108,7 @@ def _report(found: Found) -> Report:
         for key, value in state.items()
         for x in checkpoints.tensors(value)
     ]
-    said = [f"{library} {family or '(the optimizer is not named in it)'}"]
+    said = [f"{families.written_by(state_dict)} {family or '(the optimizer is not named in it)'}"]
     head = state_dict.get(_state_dicts.KEY)
     if isinstance(head, Mapping):
         said.append(f"format version {head.get('format_version')}")
@@ -122,7 +122,7 @@ def _report(found: Found) -> Report:
 
 def _formats(found: Found, family: str) -> list[str]:
     """Counts of parameters by format, which the names and shapes of tensors say."""
-    if family not in conversion.FAMILIES:
+    if family not in families.FAMILIES:
         return [f"an optimizer {family!r} that this version does not know"]
     moments = conversion.moments_of(family)
     counts: Counter[str] = Counter()

@@ -45,6 +45,26 @@ def test_convert_asks_which_optimizer_it_is(tmp_path):
     assert "is of lowbit_optim and does not say of which optimizer" in said
 
 
+@pytest.mark.parametrize("key", ["caution", "decoupled_decay"])
+def test_an_optimizer_with_more_settings_than_torch_s_is_not_taken_for_it(tmp_path, key):
+    """timm's SGDW and RMSpropTF have all that torch.optim's have, and mean something else."""
+    optimizer = stepped(torch.optim.SGD, "SGD")
+    optimizer.add_param_group({"params": parameters(shapes=[(3,)]), key: True})
+    run = saved(tmp_path / "run.pt", optimizer)
+    said = refused("convert", run, tmp_path / "out.pt", "--to", "lowbit")
+    assert "is of a library with torch.optim's layout and does not say of which optimizer" in said
+    (state,) = inspected(run)
+    assert state["summary"].startswith("a library with torch.optim's layout (the optimizer is not")
+
+
+@pytest.mark.parametrize("key", ["initial_lr", "min_lr", "max_momentum", "swa_lr", "name"])
+def test_what_schedulers_add_to_a_group_is_no_other_optimizer(tmp_path, key):
+    optimizer = stepped(torch.optim.SGD, "SGD")
+    optimizer.param_groups[0][key] = 0.5
+    (state,) = inspected(saved(tmp_path / "run.pt", optimizer))
+    assert state["summary"].startswith("torch.optim SGD")
+
+
 def test_parameters_keep_their_names_and_moments_their_format(tmp_path):
     _, _, state = rebuilt(tmp_path / "run.pt", state_format="ratio8")
     same = converted(
