@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+import sys
+from contextlib import redirect_stdout
 from typing import Any
 
 from .errors import Refused, quiet, sentence
@@ -58,7 +60,7 @@ def measure(model: Model, batch: str) -> str:
         raise Refused("--measure needs a model that can be built: a config.json or module:function")
     shape = tuple(map(int, batch.split("x")))
     try:
-        with quiet():
+        with quiet(), redirect_stdout(sys.stderr):
             found = _peak(model, shape)
     except Exception as error:  # noqa: BLE001  # a model's code raises anything
         raise Refused(f"--measure does not work for {model.source}: {sentence(error)}") from None

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stdout
 from pathlib import Path
 from typing import Any
 
@@ -135,9 +135,10 @@ def _bounded(text: str) -> Iterator[None]:
 
 @contextmanager
 def _saying(what: str) -> Iterator[None]:
-    """Put what somebody else's code raises into a sentence."""
+    """Put what somebody else's code raises into a sentence, and what it prints beside results."""
     try:
-        yield
+        with redirect_stdout(sys.stderr):
+            yield
     except Refused:
         raise
     except (Exception, SystemExit) as error:  # noqa: BLE001  # code of others raises anything

@@ -1,0 +1,102 @@
+"""`lowbit-optim estimate` of a user's function: the model that it builds, and a step of it."""
+
+import textwrap
+
+import pytest
+
+from lowbit_optim_cli import meta, optimizers
+from lowbit_optim_cli.footprint import Weight, footprint
+from test_cli_estimate import estimated, refused
+
+
+@pytest.fixture
+def module(tmp_path, monkeypatch):
+    """Writes a module of a user's, and gives its name."""
+    count = iter(range(100))
+    monkeypatch.syspath_prepend(tmp_path)
+
+    def write(text):
+        name = f"users_model_{next(count)}_{tmp_path.name.replace('-', '_')}"
+        (tmp_path / f"{name}.py").write_text("from torch import nn\nimport torch\n" + text)
+        return name
+
+    return write
+
+
+def test_a_function_builds_a_model_on_the_meta_device(module):
+    name = module(
+        textwrap.dedent("""
+        def build():
+            model = nn.Sequential(nn.Embedding(50, 64), nn.Linear(64, 50, bias=False))
+            model[1].weight = model[0].weight
+            model.register_buffer("table", torch.zeros(3))
+            model.head = nn.Linear(64, 10**6)
+            model.frozen = nn.Parameter(torch.zeros(7), requires_grad=False)
+            return model
+        """)
+    )
+    found = estimated(f"{name}:build", "--optimizer", "AdamW8bit")
+    assert found["parameters"] == 50 * 64 + 65 * 10**6 + 7
+    assert found["notes"] == [
+        "1 weight shared by two modules, counted once", "12 bytes of buffers come on top",
+    ]  # fmt: skip
+    row = found["rows"][0]
+    assert row["weights"] - row["gradients"] == 7 * 4
+    weights = (Weight("", (50, 64)), Weight("", (10**6, 64)), Weight("", (10**6,)))
+    assert row["state"] == footprint(optimizers.own("AdamW", "dynamic8", None), weights).state
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("def build(): return 3", "must return a torch.nn.Module; it returned a int"),
+        ("build = 3", "must be a function that returns a model; it is a int"),
+        ("def build(): raise KeyError('x')", "raised KeyError: 'x'"),
+        ("raise OSError('no')", "raised OSError: no"),
+        ("raise SystemExit(3)", "raised SystemExit: 3"),
+        ("def build(a): ...", "raised TypeError"),
+        ("", "has no 'build'"),
+        ("def build(): return nn.Linear(2, 2, dtype=torch.complex64)", "torch.complex64"),
+        ("def build(): return nn.LazyLinear(2)", "has 'weight', whose shape a first forward"),
+        (
+            "def build(): return nn.ModuleList(nn.Linear(1, 1) for _ in range(10**9))",
+            "more than 1,000 parameters",
+        ),
+        (
+            "def build(): return nn.ModuleList(nn.Linear(9, 9, device='cpu') for _ in range(99))",
+            "more than 5,000 bytes of parameters on cpu",
+        ),
+    ],
+)
+def test_functions_that_build_no_model_are_refused(module, text, said, monkeypatch):
+    monkeypatch.setattr(meta, "MOST_PARAMETERS", 1000)
+    monkeypatch.setattr(meta, "MOST_BYTES", 5000)
+    assert said in refused("estimate", f"{module(text)}:build")
+
+
+def test_a_module_that_is_missing_is_refused():
+    assert "ModuleNotFoundError" in refused("estimate", "no_such_module_anywhere:build")
+
+
+def test_a_fake_step_counts_activations(module):
+    name = module("def build(): return nn.Sequential(nn.Linear(64, 1000), nn.ReLU())")
+    found = estimated(f"{name}:build", "--measure", "32x64", "-o", "SGD")
+    said = found["activations"][1]
+    gigabytes = float(said.partition("at their peak: ")[2].partition(" GB")[0])
+    assert 32 * 1000 * 4 <= gigabytes * 1e9 <= 10 * 32 * 1000 * 4 + 1e6
+    assert "does not work for" in refused("estimate", f"{name}:build", "--measure", "32x65")
+    assert "needs a model that can be built" in refused("estimate", "4x4", "--measure", "2x4")
+    for shape in ("0x8", "2", ""):
+        said = refused("estimate", "4x4", "--measure", shape)
+        assert "must be the shape of a batch" in said
+
+
+def test_what_a_function_prints_is_no_result(module):
+    text = """
+    print("imported")
+    def build():
+        print("built")
+        return nn.Linear(2, 2)
+    """
+    found = estimated(f"{module(textwrap.dedent(text))}:build", "--measure", "1x2")
+    assert found["parameters"] == 6
