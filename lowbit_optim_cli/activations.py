@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import re
 import sys
-from contextlib import redirect_stdout
-from typing import Any
+from collections.abc import Iterator
+from contextlib import contextmanager, redirect_stdout
+from typing import TYPE_CHECKING, Any
 
 from .errors import Refused, quiet, sentence
 from .footprint import TORCH_DTYPES, Model
+
+if TYPE_CHECKING:
+    from torch import nn
 
 BATCH = re.compile(r"[1-9][0-9]*(x[1-9][0-9]*)+")
 # What configurations call the width, the layers, their heads and the vocabulary.
@@ -18,6 +22,13 @@ KEYS = (
     ("num_attention_heads", "n_head", "num_heads"),
     ("vocab_size",),
 )
+# Errors of torch where tensors are fake, and what is meant.
+REASONS = {
+    "DataDependentOutputException": "its code asks for a number in a tensor, and fake tensors hold "
+    "none",
+    "_apply(): Couldn't swap": "its code casts the model after it is made, which fake tensors do "
+    "not allow; leave that out and give the dtype, as in --dtype bf16",
+}
 GENERAL = (
     "Activations are not in the table: of a transformer of L layers of width h with a heads, for "
     "b sequences of s tokens, about s b h L (34 + 5 a s / h) bytes, or 34 s b h L with fused "
@@ -63,12 +74,31 @@ def measure(model: Model, batch: str) -> str:
         with quiet(), redirect_stdout(sys.stderr):
             found = _peak(model, shape)
     except Exception as error:  # noqa: BLE001  # a model's code raises anything
-        raise Refused(f"--measure does not work for {model.source}: {sentence(error)}") from None
+        raise Refused(f"--measure does not work for {model.source}: {_reason(error)}") from None
     return (
         f"Activations and temporaries of a forward and a backward pass of {batch} (the sum of the "
         f"output as loss), at their peak: {found / 1e9:.3f} GB, by torch's MemTracker on fake "
         "tensors."
     )
+
+
+def _reason(error: Exception) -> str:
+    """The reason why a step cannot be taken, in a user's words where torch has its own."""
+    said = sentence(error)
+    return next((reason for torchs, reason in REASONS.items() if torchs in said), said)
+
+
+@contextmanager
+def _all_trained(model: nn.Module) -> Iterator[None]:
+    """Have frozen parameters want gradients: the tracker puts hooks on all that it is shown."""
+    frozen = [p for p in model.parameters() if not p.requires_grad]
+    for p in frozen:
+        p.requires_grad_(True)
+    try:
+        yield
+    finally:
+        for p in frozen:
+            p.requires_grad_(False)
 
 
 def _peak(model: Model, shape: tuple[int, ...]) -> int:
@@ -89,7 +119,8 @@ def _peak(model: Model, shape: tuple[int, ...]) -> int:
         tokens = any(weight.embedding for weight in model.weights)
         x = torch.zeros(shape, dtype=torch.long) if tokens else torch.zeros(shape, dtype=dtype)
         tracker = MemTracker()
-        tracker.track_external(built)
+        with _all_trained(built):  # `track_external` would leave the hooks to the forward pass
+            tracker._track_module_params_and_buffers(built)
         with tracker:
             out = built(x)
             out = getattr(out, "logits", getattr(out, "last_hidden_state", out))

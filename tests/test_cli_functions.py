@@ -100,3 +100,46 @@ def test_what_a_function_prints_is_no_result(module):
     """
     found = estimated(f"{module(textwrap.dedent(text))}:build", "--measure", "1x2")
     assert found["parameters"] == 6
+
+
+def peak(name, *batch):
+    (said,) = estimated(name, "--measure", *batch, "-o", "SGD")["activations"][1:]
+    return float(said.partition("at their peak: ")[2].partition(" GB")[0])
+
+
+def test_a_fake_step_of_frozen_layers_holds_less(module):
+    text = """
+    def build(frozen=()):
+        layers = [layer for _ in range(4) for layer in (nn.Linear(1000, 1000), nn.GELU())]
+        model = nn.Sequential(*layers)
+        for i in frozen:
+            model[i].requires_grad_(False)
+        return model
+
+    def last(): return build((0, 2, 4))
+    def first(): return build((2, 4, 6))
+    """
+    name = module(textwrap.dedent(text))
+    batch = 5000  # of 20 MB in each layer
+    whole, first, last = (
+        peak(f"{name}:{one}", f"{batch}x1000") for one in ("build", "first", "last")
+    )
+    assert last + 0.04 <= first
+    assert first + 0.04 <= whole
+    assert last >= 3 * 0.02
+
+
+@pytest.mark.parametrize(
+    ("forward", "cast", "said"),
+    [
+        ("x", ".bfloat16()", "casts the model after it is made"),
+        ("x * x.sum().item()", "", "asks for a number in a tensor"),
+    ],
+)
+def test_what_fake_tensors_cannot_do_is_said(module, forward, cast, said):
+    text = f"""
+class Model(nn.Linear):
+    def forward(self, x): return {forward}
+def build(): return Model(4, 4){cast}
+"""
+    assert said in refused("estimate", f"{module(text)}:build", "--measure", "2x4")
