@@ -301,6 +301,7 @@ def _write(value: Any, target: Path) -> None:
 
     Raises:
         Refused: if it cannot be written, with what the system says of it.
+        KeyboardInterrupt: if a user has interrupted it.
     """
     try:
         with tempfile.TemporaryDirectory(dir=target.parent) as folder:
@@ -309,14 +310,21 @@ def _write(value: Any, target: Path) -> None:
                 torch.save(value, file)
             whole.replace(target)
     except (OSError, RuntimeError) as error:
+        if any(isinstance(cause, KeyboardInterrupt) for cause in _causes(error)):
+            raise KeyboardInterrupt from None
         raise Refused(f"{target} cannot be written: {_reason(error)}") from None
 
 
 def _reason(error: BaseException) -> str:
-    """Why a file cannot be written: torch raises an error of its own upon that of the system."""
-    cause: BaseException | None = error
-    while cause is not None:
+    """Why a file cannot be written, as the system says it."""
+    for cause in _causes(error):
         if isinstance(cause, OSError) and cause.strerror:
             return cause.strerror
-        cause = cause.__context__
     return sentence(error)
+
+
+def _causes(error: BaseException | None) -> Iterator[BaseException]:
+    """An error and those before it: torch raises one of its own upon whatever ends its writing."""
+    while error is not None:
+        yield error
+        error = error.__context__

@@ -52,3 +52,32 @@ def test_a_link_to_nothing_is_not_replaced(run_file):
         pytest.skip("links cannot be made here")
     assert f"{link} exists" in refused("convert", run_file, link, *WRITTEN)
     assert link.is_symlink()
+
+
+def test_an_interrupt_is_one_and_leaves_nothing(run_file):
+    """In the middle of torch's zip file, whose writer raises an error of its own upon it."""
+    script = f"""
+import sys, torch
+from lowbit_optim_cli import main
+
+save = torch.save
+
+class Interrupted:
+    def __init__(self, file): self.file, self.written = file, 0
+    def __getattr__(self, name): return getattr(self.file, name)
+    def write(self, data):
+        self.written += len(data)
+        if self.written > 10_000: raise KeyboardInterrupt
+        return self.file.write(data)
+
+torch.save = lambda value, file: save(value, Interrupted(file))
+sys.argv = ["lowbit-optim", "convert", {str(run_file)!r}, "out.pt", "--to", "torch"]
+main()
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", script], env=ENV, cwd=run_file.parent, capture_output=True,
+        text=True, check=False,
+    )  # fmt: skip
+    assert done.returncode == 130, done.stderr
+    assert "cannot be written" not in done.stderr
+    assert list(run_file.parent.iterdir()) == [run_file]
