@@ -25,6 +25,14 @@ HEADS = (
     ("num_attention_heads", "hidden_size"), ("n_head", "n_embd"), ("n_heads", "dim"),
     ("encoder_attention_heads", "d_model"), ("decoder_attention_heads", "d_model"),
 )  # fmt: skip
+# Other names of sizes that transformers reads too, of some kinds, and before a kind's own.
+ALIASES = {
+    "n_embd": "hidden_size", "n_layer": "num_hidden_layers", "n_head": "num_attention_heads",
+    "n_positions": "max_position_embeddings", "dim": "hidden_size", "n_layers": "num_hidden_layers",
+    "n_heads": "num_attention_heads", "d_model": "hidden_size", "num_layers": "num_hidden_layers",
+    "num_heads": "num_attention_heads", "d_kv": "head_dim", "encoder_layers": "num_hidden_layers",
+    "encoder_attention_heads": "num_attention_heads", "num_local_experts": "num_experts",
+}  # fmt: skip
 
 
 class Known(NamedTuple):
@@ -67,7 +75,7 @@ def known_weights(
             return None
     if any(config.get(key, usual) != usual for key, usual in entry.usual.items()):
         return None
-    if not _has_whole_labels(config):
+    if not _has_whole_labels(config) or _has_two_sizes(config):
         return None
     return tuple(
         Weight(name, shape, dtype, bool(EMBEDDING.search(name)), name != entry.frozen)
@@ -88,9 +96,18 @@ def _has_sizes(config: Config, keys: tuple[str, ...], optional: tuple[str, ...])
     return all(type(config.get(key)) is int and config[key] > 0 for key in there)
 
 
+def _has_two_sizes(config: Config) -> bool:
+    """Whether a configuration says something else by a size's other name."""
+    there = ((own, alias) for own, alias in ALIASES.items() if {own, alias} <= config.keys())
+    return any(config[own] != config[alias] for own, alias in there)
+
+
 def _has_whole_labels(config: Config) -> bool:
+    """Whether a configuration has the usual two labels, or one or more."""
     labels, count = config.get("id2label"), config.get("num_labels")
-    return labels is None or (isinstance(labels, dict) and count in (None, len(labels)))
+    if labels is None:
+        return count is None or (type(count) is int and count > 0)
+    return isinstance(labels, dict) and len(labels) > 0 and count in (None, len(labels))
 
 
 def linear(name: str, rows: int, columns: int, biased: bool = True) -> Named:

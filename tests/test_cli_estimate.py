@@ -282,6 +282,23 @@ def test_a_configuration_without_transformers_says_what_to_install(tmp_path, mon
     assert "pip install 'lowbit_optim[hf]'" in said
 
 
+@pytest.mark.parametrize(
+    "setting", [{"hidden_size": 32}, {"num_hidden_layers": None}, {"id2label": {}}]
+)
+def test_a_configuration_that_says_two_sizes_is_not_reckoned_by_one(tmp_path, monkeypatch, setting):
+    """transformers reads the other name of a size before its own."""
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    path, usual = tmp_path / "config.json", {"hidden_size": 64, "num_hidden_layers": 1}
+    config = {
+        "model_type": "gpt2", "architectures": ["GPT2LMHeadModel"], "n_embd": 64, "n_layer": 1,
+        "n_positions": 16, "vocab_size": 100, "n_head": 2,
+    }  # fmt: skip
+    path.write_text(json.dumps({**config, **usual}))
+    assert models.read_model(str(path)).build is None
+    path.write_text(json.dumps({**config, **usual, **setting}))
+    assert "needs transformers" in refused("estimate", path)
+
+
 def test_common_decoders_need_no_transformers(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "transformers", None)
     path = tmp_path / "config.json"

@@ -8,6 +8,7 @@ import transformers
 
 from footprint_models import MODELS
 from lowbit_optim_cli import encoders
+from lowbit_optim_cli.known import ALIASES
 from lowbit_optim_cli.models import KNOWN, read_model
 from test_cli_estimate import estimated, refused
 
@@ -154,10 +155,32 @@ def test_classes_that_are_written_down_are_those_of_transformers():
          "mlp_only_layers": [0]},
         {**SMALL, "model_type": "cohere", "architectures": ["CohereForCausalLM"],
          "use_qk_norm": True},
+        {**ENCODER, **VIT, "id2label": {}},
+        {**ENCODER, **VIT, "num_labels": 0},
+        {**BART, "model_type": "mbart", "architectures": ["MBartForConditionalGeneration"],
+         "num_hidden_layers": 4},
     ],
 )  # fmt: skip
 def test_unusual_configurations_are_built(folder, config):
     assert read_model(str(folder(config))).build is not None
+
+
+def test_other_names_of_sizes_are_those_of_transformers():
+    for kind, entry in {entry.kind: entry for entry in KNOWN.values()}.items():
+        aliases = transformers.CONFIG_MAPPING[kind].attribute_map
+        for alias, own in aliases.items():
+            assert own not in entry.sizes or ALIASES[own] == alias
+
+
+def test_a_size_s_other_name_is_the_one_that_counts(folder):
+    config = {**BART, "model_type": "bart", "architectures": ["BartForConditionalGeneration"]}
+    plain = read_model(str(folder({**config, "num_hidden_layers": 2})))
+    more = read_model(str(folder({**config, "num_hidden_layers": 4})))
+    assert plain.build is None
+    names = {
+        weight.name.split(".")[3] for weight in more.weights if ".encoder.layers" in weight.name
+    }
+    assert names == {"0", "1", "2", "3"}
 
 
 def test_weights_are_tied_where_transformers_leaves_it_undone(folder, monkeypatch):
