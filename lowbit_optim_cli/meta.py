@@ -56,7 +56,9 @@ def of_config(path: Path, config: dict[str, Any], dtype: str) -> Model:
             f"{transformers.__version__} does not know"
         )
     with _saying(f"transformers cannot read {path}:"):
-        settings = transformers.CONFIG_MAPPING[config["model_type"]].from_dict(config)
+        settings = transformers.CONFIG_MAPPING[config["model_type"]].from_dict(
+            _without_dtypes(config)
+        )
     with quiet():  # transformers imports a class when it is asked for it
         make = _class_of(config)
 
@@ -66,6 +68,15 @@ def of_config(path: Path, config: dict[str, Any], dtype: str) -> Model:
         return model
 
     return _of_module(str(path), build, dtype, config)
+
+
+def _without_dtypes(config: dict[str, Any]) -> dict[str, Any]:
+    """A configuration without dtypes, which the caller decides; transformers takes few of them."""
+    return {
+        key: _without_dtypes(value) if isinstance(value, dict) else value
+        for key, value in config.items()
+        if key not in ("dtype", "torch_dtype")
+    }
 
 
 def _class_of(config: dict[str, Any]) -> Callable[[Any], nn.Module]:

@@ -200,6 +200,17 @@ def test_a_quantization_is_left_out(folder):
         assert "quantization is left out" in model.notes[0]
 
 
+@pytest.mark.parametrize("key", ["dtype", "torch_dtype"])
+@pytest.mark.parametrize("said", ["float8_e4m3fn", "int8", "torch.bfloat16", "no_such_dtype", None])
+def test_a_dtype_that_is_not_trained_is_left_out_of_what_transformers_builds(folder, key, said):
+    config = {**ENCODER, **BERT, key: said}
+    path = str(folder(config))
+    model = read_model(path)
+    assert model.build is not None
+    assert {w.dtype for w in model.weights} == {"bf16" if said == "torch.bfloat16" else "fp32"}
+    assert estimated(path, "--measure", "1x8")["activations"][1]
+
+
 @pytest.mark.parametrize("name", CONFIGS)
 def test_a_configuration_has_the_weights_of_its_model(folder, name):
     model = read_model(str(folder(CONFIGS[name])))
