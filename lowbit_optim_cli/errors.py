@@ -13,9 +13,13 @@ class Refused(ValueError):
 
 
 def sentence(error: BaseException) -> str:
-    """The first line of an error's text, which may have come from anybody's code."""
-    lines = str(error).strip().splitlines()
-    return f"{type(error).__name__}: {lines[0].strip()}"[:300] if lines else type(error).__name__
+    """The first line of an error's text, which may have come from anybody's code.
+
+    Where that is a heading, which ends in a colon, the next line has the reason.
+    """
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    said = " ".join(lines[: 2 if lines and lines[0].endswith(":") else 1])
+    return f"{type(error).__name__}: {said}"[:300] if said else type(error).__name__
 
 
 def plural(count: int, thing: str) -> str:

@@ -137,9 +137,10 @@ def fitting(rows: Sequence[Row], size: float, text: str) -> list[Row]:
     fit = sorted((row for row in rows if row.fits(size)), key=lambda row: row.least)
     if not fit:
         least = min(rows, key=lambda row: row.least)
+        needed = f"{least.least / 1e9:.2f} GB" if least.least >= 1e8 else f"{least.least:,} bytes"
         raise Refused(
             f"nothing fits {text}: the least is {least.layout.library} {least.layout.name} with "
-            f"{least.least / 1e9:.2f} GB; --shards deals it out to several GPUs"
+            f"{needed}; --shards deals it out to several GPUs"
         )
     return fit[:FIRST]
 

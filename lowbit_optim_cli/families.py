@@ -89,7 +89,7 @@ def named_family(name: str) -> str:
         Refused: if there is none of this name.
     """
     known = {one.lower(): one for one in FAMILIES}
-    plain = re.sub("(4|8|32)bit$", "", name).lower()
+    plain = re.sub("(4|8|32)bit$", "", name.lower())
     if plain in known:
         return known[plain]
     near = [known[one] for one in difflib.get_close_matches(plain, known, n=2, cutoff=0.5)]

@@ -65,6 +65,11 @@ def test_what_schedulers_add_to_a_group_is_no_other_optimizer(tmp_path, key):
     assert state["summary"].startswith("torch.optim SGD")
 
 
+def test_a_class_is_named_in_any_case(tmp_path):
+    rebuilt(tmp_path / "run.pt")
+    converted(tmp_path / "run.pt", tmp_path / "out.pt", "--to", "lowbit", "-o", "lamb8BIT")
+
+
 def test_parameters_keep_their_names_and_moments_their_format(tmp_path):
     _, _, state = rebuilt(tmp_path / "run.pt", state_format="ratio8")
     same = converted(

@@ -114,6 +114,7 @@ def test_what_fits_a_gpu_is_printed_cheapest_first():
     assert 0 < len(found) <= estimate.FIRST
     said = refused("estimate", "1000x1000000", "--gpu", "1GB")
     assert "nothing fits 1GB" in said
+    assert "FlashAdamW with 172 bytes;" in refused("estimate", "4x4", "--gpu", "0.000001MB")
 
 
 @pytest.mark.parametrize(

@@ -53,6 +53,10 @@ def test_a_function_builds_a_model_on_the_meta_device(module):
         ("build = 3", "must be a function that returns a model; it is a int"),
         ("def build(): raise KeyError('x')", "raised KeyError: 'x'"),
         ("raise OSError('no')", "raised OSError: no"),
+        (
+            "raise ValueError('for a field:\\n  it is wide\\n more')",
+            "raised ValueError: for a field: it is wide",
+        ),
         ("raise SystemExit(3)", "raised SystemExit: 3"),
         ("def build(a): ...", "raised TypeError"),
         ("", "has no 'build'"),
