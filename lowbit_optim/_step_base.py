@@ -164,7 +164,10 @@ class StepBase(CheckpointBase):
             return False
         if not ENGINES[dispatch.engine_for(p).name].takes_mixed_batches:
             return False
-        _, new = self._local_state(p, p, group, None)
+        try:
+            _, new = self._local_state(p, p, group, None)
+        except ValueError:  # of a state that fits no longer, for a step of it to say
+            return False
         return not new
 
     def _new_plan(

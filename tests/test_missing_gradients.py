@@ -259,6 +259,18 @@ def test_few_of_many_have_a_plan_of_their_own(engine, device):
         assert plans[1:5] == [(2, False)] * 4
 
 
+def test_a_state_that_is_damaged_is_refused_when_it_is_stepped(engine, device):
+    def damage(optimizer, t):
+        state = optimizer.state[optimizer.param_groups[0]["params"][3]]
+        if t == 1:
+            state.update(exp_avg=state["exp_avg"][:4])
+
+    present = [range(40), range(4, 20), range(20, 40), range(4, 40)]
+    steps_of_some(present, device, False, damage)
+    with pytest.raises(ValueError, match="does not fit LAMB8bit"):
+        steps_of_some([*present, [3]], device, False, damage)
+
+
 def test_a_state_that_does_not_fit_is_left_alone(engine, device):
     """As it is, as long as its parameter is not stepped."""
     wide = torch.ones(70, device=device)
