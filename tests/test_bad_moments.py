@@ -3,6 +3,7 @@
 import math
 
 import pytest
+import torch
 
 import lowbit_optim
 from protocol import (
@@ -70,3 +71,14 @@ def test_an_infinite_moment_over_a_finite_square_is_refused_of_cautious_ones_too
     saved["state"][0][key][3, 5] = math.inf
     with pytest.raises(ValueError, match=f"'{key}' has elements that are not finite"):
         cls(parameters(), lr=0.01, **options).load_state_dict(saved)
+
+
+@pytest.mark.parametrize("dither", [True, False])
+def test_a_positive_square_has_no_code_of_zero(dither, engine, device):
+    """However far below the largest one of its block it is."""
+    p = torch.nn.Parameter(torch.ones(256, device=device))
+    optimizer = lowbit_optim.AdamW8bit([p], eps=1e-30, min_8bit_size=1, dither=dither)
+    p.grad = torch.full_like(p, 1e-15)
+    p.grad[5] = 1e8
+    optimizer.step()
+    assert (optimizer.state[p]["exp_avg_sq"] > 0).all()

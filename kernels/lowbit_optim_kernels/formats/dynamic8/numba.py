@@ -28,7 +28,7 @@ from ...engines.numba.dither import next_bits
 from ...engines.numba.inner import inlined, inner
 from ...engines.numba.memory import load_f32, store_f32
 from ...engines.numba.vector import HAS_AVX512 as HAS_AVX512
-from ...engines.numba.vector import f32, i32, of_one
+from ...engines.numba.vector import f32, i32, maximum, of_one, splat, where
 from . import numba_decode, numba_encode, numba_registers, numba_tables
 from .numba_decode import decode_s_64, decode_u_64, exact_s_64, exact_u_64
 from .numba_encode import HALF as HALF
@@ -39,7 +39,8 @@ PASSES = "lowbit_optim_kernels.formats.dynamic8.numba_passes"
 DEPENDS = (numba_decode, numba_encode, numba_registers, numba_tables)
 
 LEAST, MOST = np.float32(2.0**-28), np.float32(2.0**28)  # between which absmax needs no care
-_ONE = np.float32(1.0)
+_ZERO, _ONE = np.float32(0.0), np.float32(1.0)
+_SMALLEST = np.float32(2.0**-126)  # that is not subnormal
 
 
 @of_one(types.float32)
@@ -54,14 +55,19 @@ def _power_of_two_near(b: ir.IRBuilder, a: ir.Value) -> ir.Value:
 
 @inner
 def inverse_of(x, absmax, n):
-    """1 / absmax, to encode n numbers at x; rescales them in place if far from 1."""
+    """1 / absmax, to encode n numbers at x; rescales them in place if far from 1.
+
+    Positive ones stay positive, however small: a square that is not zero has no code of zero.
+    """
     if absmax > LEAST and absmax < MOST:
         return _ONE / absmax
-    if not absmax > np.float32(0):
-        return np.float32(0)
+    if not absmax > _ZERO:
+        return _ZERO
     s = _power_of_two_near(absmax)
     for i in range(0, n, 16):
-        store_f32(x + 4 * i, load_f32(x + 4 * i) * s)
+        number = load_f32(x + 4 * i)
+        scaled = where(number > _ZERO, maximum(number * s, splat(_SMALLEST)), number * s)
+        store_f32(x + 4 * i, scaled)
     return _ONE / (absmax * s)
 
 
