@@ -42,6 +42,7 @@ class LowBitOptimizer(StepBase):
     """
 
     grad_scale: Tensor  # which a GradScaler may set while it has `step` called
+    _unscales: bool | None = None  # what users say of it, as they may to torch's optimizers
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -66,7 +67,14 @@ class LowBitOptimizer(StepBase):
         It does with `fused=True`, as with torch's optimizers; else hooks and wrappers would take
         scaled gradients for plain ones. Released gradients it cannot unscale: `step` refuses them.
         """
-        return self._released is not None or all(g.get("fused") for g in self.param_groups)
+        if self._released is not None:
+            return True
+        fused = all(group.get("fused") for group in self.param_groups)
+        return fused if self._unscales is None else self._unscales
+
+    @_step_supports_amp_scaling.setter
+    def _step_supports_amp_scaling(self, value: bool) -> None:
+        self._unscales = value
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
@@ -224,7 +232,8 @@ class LowBitOptimizer(StepBase):
 
     def _check_unscaled(self) -> None:
         """Raise a RuntimeError if gradients have a scale that is known only in `step()`."""
-        if self._amp_tensor("grad_scale") is not None or self._amp_tensor("found_inf") is not None:
+        # A scaler that has unscaled them already, which is too late, says so by numbers and None.
+        if any(getattr(self, name, None) is not None for name in ("grad_scale", "found_inf")):
             raise RuntimeError(
                 f"{type(self).__name__}: gradients that a GradScaler scales cannot be stepped in "
                 "the backward pass, as their scale and overflows are known only after it; train "

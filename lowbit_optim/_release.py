@@ -23,7 +23,7 @@ from ._settings import PREVIOUS_NORM
 
 BUCKET_BYTES = 64 << 20
 
-_released_params = WeakTensorKeyDictionary()  # those that hooks step
+_released_params = WeakTensorKeyDictionary()  # those that hooks step, with a reference to whose
 
 
 def release_gradients(
@@ -120,6 +120,12 @@ def _stream(p: Tensor) -> Any:
     return current_stream(_sharding.local(p).device)
 
 
+def _is_released(p: Tensor) -> bool:
+    """Whether hooks that still do anything step a parameter."""
+    reference = _released_params.get(p)
+    return reference is not None and reference() is not None
+
+
 def _hook_of(released: ReleasedGradients) -> Callable[[Tensor], None]:
     """A hook that keeps nothing alive: Python's collector sees no circle through tensors' hooks."""
     reference = weakref.ref(released)
@@ -163,7 +169,7 @@ class ReleasedGradients:
     def _hook(self, params: Iterable[Tensor]) -> None:
         """Have those of these parameters stepped by hooks that are trained and have none yet."""
         new = [p for p in dict.fromkeys(params) if p.requires_grad and p not in self._hooks]
-        taken = next((p for p in new if p in _released_params), None)
+        taken = next((p for p in new if _is_released(p)), None)
         if taken is not None:
             raise ValueError(
                 f"a parameter of shape {tuple(taken.shape)} is stepped in the backward pass by "
@@ -176,7 +182,7 @@ class ReleasedGradients:
             )
         take = _hook_of(self)
         self._hooks.update((p, p.register_post_accumulate_grad_hook(take)) for p in new)
-        _released_params.update(dict.fromkeys(new, True))
+        _released_params.update(dict.fromkeys(new, weakref.ref(self)))
 
     def _unhook(self, params: Iterable[Tensor]) -> None:
         for p in params:
@@ -208,9 +214,12 @@ class ReleasedGradients:
     def _take(self, p: Tensor) -> None:
         """Take a parameter whose gradient is complete; in no group any more it is left alone."""
         with self._lock:
-            optimizer = self._optimizer
-            if optimizer._numbers.place_of(p, optimizer.param_groups) is not None:
+            if self._is_listed(p):
                 self._wait(p, _stream(p))
+
+    def _is_listed(self, p: Tensor) -> bool:
+        optimizer = self._optimizer
+        return optimizer._numbers.place_of(p, optimizer.param_groups) is not None
 
     def _wait(self, p: Tensor, stream: Any) -> None:
         """Have a parameter stepped once there are enough of its stream."""
@@ -232,7 +241,8 @@ class ReleasedGradients:
 
     def _flush(self, params: Iterable[Tensor], stream: Any) -> None:
         """Step parameters on a stream, and drop their gradients."""
-        waiting = [p for p in params if p.grad is not None]  # some may be zeroed by now
+        # Some may be zeroed by now, or taken out of the optimizer.
+        waiting = [p for p in params if p.grad is not None and self._is_listed(p)]
         if not waiting:
             return
         optimizer = self._optimizer

@@ -137,25 +137,26 @@ class StepBase(CheckpointBase):
             tuple(len(group["params"]) for group in groups),
             self._amp_tensor("grad_scale") is None, self._amp_tensor("found_inf") is None,
         )  # fmt: skip
+        if last is None or not last.is_for(form, listed):
+            return self._new_plan(storage[0], form, listed, groups, set())
+        found = _gradients.gradients_of(listed)
+        for plan in filter(None, (last, last.wider)):
+            if plan.take_gradients(found, _sharding.locals_of, self.state):
+                return plan
+        present = [p for p, g in zip(listed, found, strict=True) if g is not None]
+        settled = last.settled + 1 if all(p in self.state for p in present) else 0
         kept: set[Tensor] = set()
-        settled = 0
-        if last is not None and last.is_for(form, listed):
-            found = _gradients.gradients_of(listed)
-            if last.take_gradients(found, _sharding.locals_of, self.state):
-                return last
-            present = [p for p, g in zip(listed, found, strict=True) if g is not None]
-            settled = last.settled + 1 if all(p in self.state for p in present) else 0
-            if settled >= SETTLED and last.can_leave_out():
-                kept = self._to_keep([p for p in listed if p.grad is None], present)
+        if settled >= SETTLED and last.can_leave_out():
+            kept = self._to_keep([p for p in listed if p.grad is None], present, last)
         plan = self._new_plan(storage[0], form, listed, groups, kept)
-        plan.settled = settled
+        plan.settled, plan.wider = settled, last.wider_than(present)
         return plan
 
-    def _to_keep(self, waiting: list[Tensor], present: list[Tensor]) -> set[Tensor]:
+    def _to_keep(self, waiting: list[Tensor], present: list[Tensor], last: StepPlan) -> set[Tensor]:
         """Of parameters without a gradient those for a plan to have beside those present."""
         if too_many(min(len(waiting), len(self.state)), len(present)):
             return set()
-        known = {(p.device, p.dtype) for p in present}
+        known = {(p.device, p.dtype) for p in (*present, *last.params)}
         return {p for p in waiting if p in self.state and (p.device, p.dtype) in known}
 
     def _may_wait(self, p: Tensor, group: Mapping[str, Any]) -> bool:
@@ -164,11 +165,10 @@ class StepBase(CheckpointBase):
             return False
         if not ENGINES[dispatch.engine_for(p).name].takes_mixed_batches:
             return False
-        try:
-            _, new = self._local_state(p, p, group, None)
-        except ValueError:  # of a state that fits no longer, for a step of it to say
-            return False
-        return not new
+        state = self.state[p]
+        stored = self._stored(p, group, state)
+        superfluous = RESIDUAL_KEY in state and RESIDUAL_KEY not in stored
+        return not superfluous and all(x.like(state.get(key)) for key, x in stored.items())
 
     def _new_plan(
         self, rule: Rule, form: tuple, listed: list[Tensor], groups: list[Mapping[str, Any]],

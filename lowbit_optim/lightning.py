@@ -14,7 +14,7 @@ def unscaled_by_trainer(optimizer: T) -> T:
 
     Without `fused=True` it does so anyway. With it the step of an optimizer divides them, as that
     of torch's fused ones, for which `precision="16-mixed"` and `"bf16-mixed"` refuse
-    `gradient_clip_val`; this sets `fused` of all parameter groups back to None.
+    `gradient_clip_val`; after this call it leaves that to the scaler, too.
 
     Args:
         optimizer: an optimizer of this package, in `configure_optimizers`.
@@ -33,6 +33,6 @@ def unscaled_by_trainer(optimizer: T) -> T:
             f"optimizer must be one of lowbit_optim; got {type(optimizer).__module__}."
             f"{type(optimizer).__qualname__}"
         )
-    for group in (optimizer.defaults, *optimizer.param_groups):
-        group["fused"] = None
+    # On the instance: the scaler and Lightning both ask it for this attribute of torch's.
+    optimizer._step_supports_amp_scaling = False
     return optimizer

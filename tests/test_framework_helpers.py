@@ -120,6 +120,8 @@ def test_lightning_unscales_what_it_clips():
     one, other = (lowbit_optim.Lion8bit(parameters(), fused=True) for _ in range(2))
     assert lowbit_optim.lightning.unscaled_by_trainer(one) is one
     assert (one._step_supports_amp_scaling, other._step_supports_amp_scaling) == (False, True)
+    one.load_state_dict(other.state_dict())
+    assert not one._step_supports_amp_scaling
     assert not lowbit_optim.Lion8bit(parameters())._step_supports_amp_scaling
     with pytest.raises(TypeError, match=r"must be one of lowbit_optim; got torch\.optim\.sgd\.SGD"):
         lowbit_optim.lightning.unscaled_by_trainer(torch.optim.SGD(parameters()))

@@ -259,11 +259,23 @@ def test_few_of_many_have_a_plan_of_their_own(engine, device):
         assert plans[1:5] == [(2, False)] * 4
 
 
+def test_the_plan_of_many_outlasts_steps_of_few(engine, device):
+    """As where a head is trained in between; so does one whose others are all left out."""
+    present = [range(40), [0], range(40), [3], [2], range(40), range(39), [39], range(39)]
+    kept, plans = steps_of_some(present, device, thorough=False)
+    anew, _ = steps_of_some(present, device, thorough=True)
+    assert identical(kept, anew)
+    assert [plans[t] for t in (1, 2, 4, 5)] == [(1, False), (40, True), (1, False), (40, True)]
+    if registry.ENGINES[engine].takes_mixed_batches:
+        assert plans[6:] == [(40, True), (1, False), (40, True)]
+
+
 def test_a_state_that_is_damaged_is_refused_when_it_is_stepped(engine, device):
     def damage(optimizer, t):
         state = optimizer.state[optimizer.param_groups[0]["params"][3]]
         if t == 1:
             state.update(exp_avg=state["exp_avg"][:4])
+            state.pop("exp_avg_absmax")
 
     present = [range(40), range(4, 20), range(20, 40), range(4, 40)]
     steps_of_some(present, device, False, damage)

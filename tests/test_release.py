@@ -271,50 +271,6 @@ def test_numbers_that_shift_between_single_steps():
 # What cannot be had.
 
 
-def test_a_model_that_is_dropped_is_gone():
-    """With its optimizer and the handle, which hooks of parameters do not keep alive."""
-    net = model()
-    optimizer = lowbit_optim.AdamW8bit(net.parameters())
-    handle = release_gradients(optimizer, net)
-    run(optimizer, net, steps=2)
-    dropped = [weakref.ref(x) for x in (*net.parameters(), optimizer, handle)]
-    del net, optimizer, handle
-    gc.collect()
-    assert all(reference() is None for reference in dropped)
-
-
-def test_a_parameter_that_is_replaced_is_gone():
-    net = model()
-    optimizer = lowbit_optim.AdamW8bit(net.parameters())
-    handle = release_gradients(optimizer, net)
-    run(optimizer, net, steps=2)
-    params = optimizer.param_groups[0]["params"]
-    old = weakref.ref(net[0].weight)
-    optimizer.state.pop(net[0].weight)
-    params[0] = net[0].weight = nn.Parameter(net[0].weight.detach().clone())
-    run(optimizer, net, steps=2)
-    gc.collect()
-    assert old() is None
-    assert params[0] in optimizer.state
-    handle.remove()
-
-
-def test_a_parameter_that_is_taken_out_keeps_its_gradient():
-    net = model()
-    optimizer = lowbit_optim.AdamW8bit([{"params": [p]} for p in net.parameters()])
-    release_gradients(optimizer, net)
-    run(optimizer, net, steps=1)
-    taken = optimizer.param_groups.pop()["params"][0]
-    optimizer.state.pop(taken)
-    before = taken.detach().clone()
-    for t in (1, 2):
-        backward(net, t)
-        assert taken.grad is not None
-        optimizer.step()
-    assert torch.equal(taken, before)
-    assert all(p.grad is None for p in net.parameters() if p is not taken)
-
-
 def test_a_second_backward_pass_is_refused():
     net = model()
     optimizer = lowbit_optim.AdamW8bit(net.parameters())
@@ -350,6 +306,10 @@ def test_a_gradient_scaler_is_refused():
     optimizer.grad_scale = torch.tensor(2.0)
     with pytest.raises(RuntimeError, match="GradScaler"):
         optimizer.step_parameter(net[0].weight)
+    del optimizer.grad_scale
+    optimizer.found_inf = 0  # of one that has been asked to unscale what is gone
+    with pytest.raises(RuntimeError, match="GradScaler"):
+        optimizer.step()
 
 
 def test_bad_arguments():

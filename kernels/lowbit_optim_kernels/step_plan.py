@@ -150,6 +150,7 @@ class StepPlan:
         new_states: states that are to be kept once the step can no longer fail.
         reused: whether this is the last step's plan, with new gradients.
         settled: how many plans before it, one after the other, stepped nothing for the first time.
+        wider: one before it with so many more parameters that it was not used for these few.
     """
 
     form: tuple
@@ -164,6 +165,7 @@ class StepPlan:
     new_states: dict[Tensor, dict[str, Any]] = field(default_factory=dict)
     reused: bool = False
     settled: int = 0
+    wider: StepPlan | None = None
     _snapshot: _Snapshot | None = None  # None where this plan cannot be used again
 
     def __post_init__(self) -> None:
@@ -173,7 +175,7 @@ class StepPlan:
 
     def take_tables(self, last: StepPlan | None) -> None:
         """Take over the tables of the last step's plan that fit, once the values are set."""
-        if self is last:
+        if self.reused:
             return
         before = {} if last is None else {batch.identity: batch for batch in last.batches}
         for batch in self.batches:
@@ -182,6 +184,12 @@ class StepPlan:
             old = before.get(batch.identity)
             if old is not None and old.key == batch.key:
                 batch.tables = old.tables
+
+    def wider_than(self, present: list[Tensor]) -> StepPlan | None:
+        """This plan or its wider one, where these parameters are few of its own."""
+        plan = self.wider or self
+        waiting = sum(p.grad is None for p in plan.params)
+        return plan if too_many(waiting, len(present)) else None
 
     @staticmethod
     def _positions_in(batch: Batch, of: Container[int]) -> frozenset[int]:
