@@ -89,7 +89,11 @@ def _difference(of_mesh: list[Any], index: int, low: list[int], high: list[int])
     """The error that ranks differ in one of the numbers that `_agree` compares."""
     shape, some = tuple(of_mesh[index % len(of_mesh)].shape), "different entries"
     if index < len(of_mesh):
-        some = f"{KINDS[low[index]]} on some and {KINDS[high[index]]} on others"
+        some = (
+            f"{KINDS[low[index]]} on some and {KINDS[high[index]]} on others, as after a broadcast "
+            "of another format; give whole state dicts to load_state_dict() on every rank instead, "
+            "see docs/guides/sharded.md"
+        )
     return ValueError(
         f"the ranks' state dicts differ: of a parameter of shape {shape} they have {some}"
     )

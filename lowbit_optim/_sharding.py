@@ -82,8 +82,10 @@ def check(p: Any, name: str) -> None:
         if type(placement) not in (Replicate, Shard) or (
             isinstance(placement, Shard) and placement.dim != 0
         ):
+            strided = type(placement).__name__ == "_StridedShard"
+            its = f"{placement!r}, of fully_shard over tensor parallelism" if strided else placement
             raise RuntimeError(
-                f"{where} with the placement {placement}; Shard(0) and Replicate() can be stepped"
+                f"{where} with the placement {its}; Shard(0) and Replicate() can be stepped"
             )
     mesh, device = p.device_mesh.device_type, local(p).device.type
     if device not in (mesh, "cpu"):
