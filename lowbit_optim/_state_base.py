@@ -280,7 +280,9 @@ class StateBase(Optimizer):
         """
         state = self._with_equivalent_moments(state, p, group)
         stored = self._stored(p, group, state)
-        if RESIDUAL_KEY in state and RESIDUAL_KEY not in stored:
+        if _state_layout.fits(state, stored):
+            return state
+        if RESIDUAL_KEY not in stored:
             state = {key: x for key, x in state.items() if key != RESIDUAL_KEY}
         missing = [key for key in stored if key not in state]
         if missing:
@@ -292,7 +294,7 @@ class StateBase(Optimizer):
                 if key not in kept
             }
             state = {**state, **new}
-        if all(tensor.like(state.get(key)) for key, tensor in stored.items()):
+        if _state_layout.fits(state, stored):
             return state
         where = f"the state of a parameter of shape {tuple(p.shape)} does not fit "
         with _state_dicts.refusing(f"{where}{type(self).__name__}"):

@@ -63,6 +63,12 @@ def state_layout(
     return tensors
 
 
+def fits(state: Mapping[str, Any], layout: Mapping[str, TensorSpec]) -> bool:
+    """Whether a state has the tensors of a layout, and no residual beside them."""
+    superfluous = RESIDUAL_KEY in state and RESIDUAL_KEY not in layout
+    return not superfluous and all(spec.like(state.get(key)) for key, spec in layout.items())
+
+
 def format_of(group: Mapping[str, Any]) -> Format:
     """The format that a group's settings ask for; `optim_bits` alone means a format, too."""
     return FORMATS[group["state_format"] or OF_BITS[group["optim_bits"]]]

@@ -22,6 +22,7 @@ from lowbit_optim_kernels.weights import RESIDUAL_KEY
 from . import _gradients, _sharding
 from ._checkpoint_base import CheckpointBase
 from ._gathering import GatheredCopies
+from ._state_layout import fits
 
 # Settings by which state is stored, code is compiled and an engine is chosen.
 STORAGE_AND_ENGINE = (
@@ -144,10 +145,11 @@ class StepBase(CheckpointBase):
             if plan.take_gradients(found, _sharding.locals_of, self.state):
                 return plan
         present = [p for p, g in zip(listed, found, strict=True) if g is not None]
+        waiting = [p for p, g in zip(listed, found, strict=True) if g is None]
         settled = last.settled + 1 if all(p in self.state for p in present) else 0
         kept: set[Tensor] = set()
         if settled >= SETTLED and last.can_leave_out():
-            kept = self._to_keep([p for p in listed if p.grad is None], present, last)
+            kept = self._to_keep(waiting, present, last)
         plan = self._new_plan(storage[0], form, listed, groups, kept)
         plan.settled, plan.wider = settled, last.wider_than(present)
         return plan
@@ -165,10 +167,7 @@ class StepBase(CheckpointBase):
             return False
         if not ENGINES[dispatch.engine_for(p).name].takes_mixed_batches:
             return False
-        state = self.state[p]
-        stored = self._stored(p, group, state)
-        superfluous = RESIDUAL_KEY in state and RESIDUAL_KEY not in stored
-        return not superfluous and all(x.like(state.get(key)) for key, x in stored.items())
+        return fits(self.state[p], self._stored(p, group, self.state[p]))
 
     def _new_plan(
         self, rule: Rule, form: tuple, listed: list[Tensor], groups: list[Mapping[str, Any]],

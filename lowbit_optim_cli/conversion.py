@@ -22,7 +22,7 @@ from lowbit_optim._foreign.bitsandbytes import BITSANDBYTES, NESTED
 from lowbit_optim._foreign.export import require_optimizer
 from lowbit_optim._foreign.load import codes_of
 from lowbit_optim._foreign.to_bitsandbytes import Original, write
-from lowbit_optim_kernels.formats import FORMATS, units
+from lowbit_optim_kernels.formats import FORMATS, parts_of
 from lowbit_optim_kernels.rules import Moment
 from lowbit_optim_kernels.weights import RESIDUAL_KEY
 
@@ -153,8 +153,7 @@ def _parameter(saved: Mapping[str, Any], moments: tuple[Moment, ...]) -> nn.Para
             part.key
             for format in FORMATS.values()
             if format.refusal(moments) is None
-            for unit in units(moments, format)
-            for part in unit.parts
+            for part in parts_of(moments, format)
             if not part.per_block
         ]
         values = [saved[key] for key in (*keys, RESIDUAL_KEY) if isinstance(saved.get(key), Tensor)]
