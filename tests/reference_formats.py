@@ -54,11 +54,18 @@ def square(v, levels, random=0.5):
     return np.where(v > 0, np.clip(codes, 1, levels), 0).astype(int), scale
 
 
-def ratio(m, v, levels, random=None):
-    """Codes and the scale of one block of ratios."""
+def cut(x, random):
+    """A positive number rounded to bf16 by 16 random bits."""
+    bits = int(np.asarray(x, f32).view(u32)) + random & 0xFFFF0000
+    return np.array(bits, u32).view(f32)
+
+
+def ratio(m, v, levels, random=None, rounded=True):
+    """Codes and the scale of one block of ratios; this to bf16 if `rounded`."""
     s = np.sqrt(v.astype(f32))
     r = np.where(s > 0, m / np.where(s > 0, s, f32(1)), f32(0)).astype(f32)
-    scale = bf16(np.abs(r).max() / f32(levels))
+    scale = f32(np.abs(r).max() / f32(levels))
+    scale = bf16(scale) if rounded else scale
     if not (2.0**-126 <= scale < math.inf):
         scale = f32(0)
     y = r * inverse(scale)
@@ -66,12 +73,13 @@ def ratio(m, v, levels, random=None):
     return np.where(r == 0, 0, np.clip(codes, -levels, levels)).astype(int), scale
 
 
-def soft(m):
-    """Codes and the scale of one block by the softsign."""
+def soft(m, random=None, rounded=True):
+    """Codes and the scale of one block by the softsign; this to bf16 if `rounded`."""
     a = np.abs(m)
-    scale = min(bf16(a.max()), f32(3.3895314e38))
+    scale = min(bf16(a.max()) if rounded else a.max(), f32(3.3895314e38))
     y = f32(254) * a / np.where(scale > 0, scale + a, f32(1))
-    return (np.minimum(np.rint(y), 127) * np.sign(m)).astype(int), scale
+    codes = np.rint(y) if random is None else np.floor(y + random)
+    return (np.minimum(codes, 127) * np.sign(m)).astype(int), scale
 
 
 def digest(*arrays):

@@ -94,6 +94,24 @@ def test_codes_are_those_of_the_definition():
         assert soft_scales[b] == s
 
 
+def test_scales_of_slow_averages_are_dithered_and_codes_are_relative_to_the_exact_ones():
+    m, v, _ = example()
+    good = np.isfinite(m) & np.isfinite(v)
+    m, v = np.where(good, m, 0).astype(np.float32), np.where(good, v, 0).astype(np.float32)
+    bits = reference.dithers(1, 2, 2, 10, range(64))
+    u = reference.fraction(bits)
+    codes, _, scales, _ = encoded(RATIO8, ADAM, (m, v), u, None)
+    softs, soft_scales = encoded(RATIO8, (Moment("b"),), (m,), u)
+    for b in range(64):
+        random = reference.mix(int(bits[b, 0]) >> 8) >> 16
+        c, exact = reference.ratio(m[b], v[b], 127, u[b], rounded=False)
+        assert near(codes[b], c + 128)
+        assert scales[b] == reference.cut(exact, random)
+        c, exact = reference.soft(m[b], u[b], rounded=False)
+        assert near(softs[b], c + 128)
+        assert soft_scales[b] == reference.cut(exact, random)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("format", [RATIO8, RATIO4], ids=lambda f: f.name)
 def test_what_must_hold_of_any_block(format, dtype):
@@ -113,7 +131,10 @@ def test_what_must_hold_of_any_block(format, dtype):
             got = (decoded[0] / decoded[1].sqrt()).nan_to_num(0)
             levels = 127 if format is RATIO8 else 7
             step = ratio.abs().amax(1, keepdim=True) / levels
-            assert ((got - ratio).abs() <= step * (1.02 if random else 0.75) + 1e-6).all()
+            off = step * (1.02 if random else 0.75)
+            if random and format is RATIO8:  # its scale is one of the two bf16 numbers beside it
+                off = off + ratio.abs() * 2**-7
+            assert ((got - ratio).abs() <= off + 1e-6).all()
 
 
 def test_a_dithered_code_is_right_on_average():

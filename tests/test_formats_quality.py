@@ -77,6 +77,60 @@ def test_a_slow_average_is_twice_as_exact_in_ratio8():
     assert errors["ratio8"] <= 0.5 * errors["dynamic8"] <= 1e-2
 
 
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("SGD", {"momentum": 0.995}),
+        ("SGD", {"momentum": 0.999}),
+        ("AdamW", {"betas": (0.999, 0.999), "weight_decay": 0.0}),
+        ("AdEMAMix", {"weight_decay": 0.0}),
+    ],
+    ids=str,
+)
+@FORMATS8
+def test_a_slow_average_of_constant_gradients_grows(name, options, state_format):
+    """By less than a 16-bit scale has room for in a step."""
+    count = 3000
+    gradient = torch.randn(8, 128, generator=torch.Generator().manual_seed(4))
+    moved = []
+    for kept in ("float32", state_format):
+        p = zeros(8, 128)
+        optimizer = in_format(name, p, kept, lr=1e-3, **options)
+        for step in range(count):
+            if step == count - 200:
+                before = p.detach().clone()
+            p.grad = gradient.clone()
+            optimizer.step()
+        moved.append(p.detach() - before)
+    along = (moved[0] * moved[1]).sum() / moved[0].square().sum()
+    assert float(along) == pytest.approx(1, abs=0.03)
+
+
+def test_a_slow_average_keeps_elements_of_every_size_apart():
+    """AdEMAMix over 2,000 steps, of gradients with scales of their own, and after a spike."""
+    scales = torch.randn(16, 128, generator=torch.Generator().manual_seed(9)).exp()
+
+    def errors(change, scale):
+        moved = {}
+        for state_format in ("float32", "dynamic8", "ratio8"):
+            generator = torch.Generator().manual_seed(3)
+            p = zeros(16, 128)
+            optimizer = in_format("AdEMAMix", p, state_format, **ADAMW)
+            for step in range(2000):
+                g = torch.randn(p.shape, generator=generator) * scale
+                change(step, g)
+                p.grad = g
+                optimizer.step()
+                if step == 999:
+                    half = p.detach().clone()
+            moved[state_format] = p.detach() - half
+        return [nmse(moved[x], moved["float32"]) for x in ("dynamic8", "ratio8")]
+
+    for change, scale in ((lambda step, g: None, scales), (spike, 1.0)):
+        dynamic8, ratio8 = errors(change, scale)
+        assert ratio8 <= 0.25 * dynamic8 <= 0.1
+
+
 def test_the_last_of_many_steps_after_gradients_have_become_smaller():
     """2,000 steps, gradients 100 times smaller after 500."""
     a, b = zeros(64, 128), zeros(64, 128)

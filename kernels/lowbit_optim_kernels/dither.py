@@ -12,7 +12,8 @@ probability of its distance, it moves as it should on average. The bits for it a
 of a group's seed, a parameter's number in `state_dict()`, what is rounded (`stream`), the number of
 a block in the whole parameter and the element's place in it. So they are the same on every engine,
 for any shard, replica or order of parameters, and after a checkpoint. Over steps each element sees
-a golden-ratio sequence, over lanes another one, over blocks a hash.
+a golden-ratio sequence, over lanes another one, over blocks a hash. A block's scale, where it is
+dithered, is so by a hash of its first element's bits.
 
 This file has them for Python's numbers and for torch; each compiled engine has its own.
 """
@@ -65,3 +66,15 @@ def bits(key: int, step: Tensor, blocks: Tensor, lanes: Tensor) -> Tensor:
 def fraction(bits: Tensor, dtype: torch.dtype) -> Tensor:
     """Bits as numbers in [0, 1)."""
     return (bits >> 8).to(dtype) * 2.0**-24
+
+
+def dithered_scale(scale: Tensor, first: Tensor) -> Tensor:
+    """Scales of blocks in bf16, rounded up with the probability of the distance.
+
+    Args:
+        scale: fp32 numbers that are not negative, at most bf16's largest.
+        first: the fraction of each block's first element.
+    """
+    random = mix((first * 2.0**24).to(torch.int64)) >> 16
+    bits = scale.view(torch.int32) + random.to(torch.int32)
+    return (bits >> 16 << 16).view(torch.float32).to(torch.bfloat16)

@@ -34,11 +34,14 @@ class Part:
         dtype: its dtype; None for the one that the parameter's step is computed in.
         per_block: whether it has a number a block (of shape `Layout.scales_shape`), not one an
             element (of the parameter's shape).
+        dithered: whether it is a bf16 scale that is dithered if its moment is. The parts per block
+            are then one a moment, in order.
     """
 
     key: str
     dtype: torch.dtype | None
     per_block: bool = False
+    dithered: bool = False
 
     def shape(self, shape: torch.Size | tuple[int, ...], block: int) -> tuple[int, ...]:
         """Its shape for a parameter of this (global) shape."""

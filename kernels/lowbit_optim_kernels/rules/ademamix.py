@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from . import RATIO, SIGNED, SQUARE, TINY, Moment, Rule, gives
+from . import RATIO, SQUARE, TINY, Moment, Rule, gives
 from .shared import caps, cautious
 
 ADEMAMIX = (
     Moment("exp_avg", RATIO, partner="exp_avg_sq", decay="beta1"),
-    # No ratio, though it is divided by the root: a ratio is rounded anew whenever its square is,
-    # and over the thousands of steps that this average remembers those errors add up.
-    Moment("exp_avg_slow", SIGNED, decay="beta3"),
+    Moment("exp_avg_slow", RATIO, partner="exp_avg_sq", decay="beta3"),
     Moment("exp_avg_sq", SQUARE, decay="beta2"),
 )
 

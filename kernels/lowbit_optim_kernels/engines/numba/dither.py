@@ -33,7 +33,7 @@ from .vector import (
 _LANES = [lane * SPACE % 2**32 for lane in range(LANES)]
 
 
-def _mix(b: ir.IRBuilder, x: ir.Value) -> ir.Value:
+def mix(b: ir.IRBuilder, x: ir.Value) -> ir.Value:
     """The hash of a number, or of each lane."""
     for shift, factor in ROUNDS:
         x = b.mul(b.xor(x, b.lshr(x, like(x, shift))), like(x, factor))
@@ -43,7 +43,7 @@ def _mix(b: ir.IRBuilder, x: ir.Value) -> ir.Value:
 @of_two(types.int64)
 def stream_key(b: ir.IRBuilder, tensor_key: ir.Value, stream: ir.Value) -> ir.Value:
     """The key of one stream of a parameter."""
-    return b.zext(_mix(b, b.trunc(b.add(tensor_key, stream), i32)), i64)
+    return b.zext(mix(b, b.trunc(b.add(tensor_key, stream), i32)), i64)
 
 
 @intrinsic
@@ -53,7 +53,7 @@ def block_bits(typing, key, step, block):
     def emit(context, b, signature_, args):
         key, step = (b.trunc(x, i32) for x in args[:2])
         low, high = b.trunc(args[2], i32), b.trunc(b.lshr(args[2], ir.Constant(i64, 32)), i32)
-        base = b.add(_mix(b, b.xor(low, key)), _mix(b, b.add(high, key)))
+        base = b.add(mix(b, b.xor(low, key)), mix(b, b.add(high, key)))
         return b.zext(b.add(base, b.mul(step, ir.Constant(i32, TIME))), i64)
 
     return types.int64(types.int64, types.int64, types.int64), emit
@@ -70,7 +70,7 @@ def hash_blocks(typing, hashes, key, step, block):
         low = b.add(first, constant(i32, range(LANES)))
         high = spread(b, b.trunc(b.lshr(block, ir.Constant(i64, 32)), i32))
         high = b.sub(high, b.sext(b.icmp_unsigned("<", low, first), vector(i32)))
-        bits = b.add(_mix(b, b.xor(low, key)), _mix(b, b.add(high, key)))
+        bits = b.add(mix(b, b.xor(low, key)), mix(b, b.add(high, key)))
         bits = b.add(bits, spread(b, b.mul(step, ir.Constant(i32, TIME))))
         b.store(bits, pointer(b, args[0], vector(i32)), align=64)
         return context.get_dummy_value()

@@ -298,7 +298,7 @@ class _Writer:
         return format.block, made, [order.index(k) for k in range(len(moments))], inexact
 
     def _unit(self, unit: Unit, given: dict[Part, tuple[int, float]], offset: int) -> tuple:
-        """A unit's functions, and column, dtype and filling of each of its tensors."""
+        """A unit's functions, and its tensors: column, dtype, filling and, per block, stream."""
         tensors = []
         for part in unit.parts:
             column, pad = given[part]
@@ -306,10 +306,14 @@ class _Writer:
             filling = float(pad) if dtype.is_floating_point else int(pad)
             tensors.append((column, number_of(dtype), filling))
         elements, per_block = unit.split(tensors)
+        moments = [self._moment(moment, unit) for moment in unit.moments]
+        dithered = [part.dithered for part in unit.parts if part.per_block]
+        per_block = [
+            (*tensor, moments[k][-1] if dithered[k] else 0) for k, tensor in enumerate(per_block)
+        ]
         module = f"format_{self.used.index(unit.format)}"
         # Without scales there is no function of them to call; another name stands in its place.
         names = ("decode", "scales" if per_block else "decode", "encode")
-        moments = tuple(self._moment(moment, unit) for moment in unit.moments)
         functions = tuple(f"{module}.{name}" for name in names)
         return functions, moments, unit.format.exact, unit.index, elements, per_block, offset
 

@@ -6,7 +6,8 @@ import triton
 import triton.language as tl
 
 from .primitives import PER_THREAD, STREAM, abs, finite
-from .tiles import ALIGNED, WARP, load, moment_bits, operand, pointer, store
+from .random import dithered_scale
+from .tiles import ALIGNED, WARP, block_bits, load, moment_bits, operand, pointer, store
 
 # Of a kind, and of its weights.
 P_TYPE, G_TYPE, FORMAT, WHOLE, ALIGN, PIECE, FAR = (tl.constexpr(i) for i in range(7))
@@ -15,7 +16,7 @@ ROOM, BLOCKS, SHIFTED = (tl.constexpr(i) for i in range(13, 16))
 BLOCK, UNITS, ORDER, INEXACT = (tl.constexpr(i) for i in range(4))  # of a format
 # Of a unit, of each of its tensors, and of its format's functions.
 CODEC, MOMENTS, EXACT, INDEX, ELEMENTS, PER_BLOCK, TABLE = (tl.constexpr(i) for i in range(7))
-COLUMN, TYPE, PAD = (tl.constexpr(i) for i in range(3))
+COLUMN, TYPE, PAD, BY_STREAM = (tl.constexpr(i) for i in range(4))
 DECODE, SCALES, ENCODE = (tl.constexpr(i) for i in range(3))
 
 
@@ -135,6 +136,17 @@ def bits_of(moments, of_streams, t, block, geometry, MOMENTS: tl.constexpr, ROOM
     return out
 
 
+@triton.jit
+def rounded_scale(scale, of_streams, t, block, geometry, BY_STREAM: tl.constexpr,
+                  FAR: tl.constexpr):  # fmt: skip
+    """Scales of blocks as they are stored: BY_STREAM, the bits of that stream round them."""
+    if BY_STREAM > 0:
+        bits = block_bits(of_streams + 2 * BY_STREAM, t, block, geometry, FAR)
+        return dithered_scale(scale, bits)
+    else:
+        return scale
+
+
 STORE_32, STORE_16 = (  # (assembly has to give something)
     tl.constexpr(f"bar.warp.sync 0xffffffff; st.global.b{width} [$1], $2; mov.b32 $0, 0;")
     for width in (32, 16)
@@ -186,7 +198,11 @@ def write_moments(
                 values, FORMAT[UNITS][i][MOMENTS], KINDS[KIND][ALIGN], PTX
             )
         for k in tl.static_range(len(FORMAT[UNITS][i][PER_BLOCK])):
-            store_scales(scale_at[i][k], scales[k], inside, IN_PLACE, KINDS[KIND][WHOLE])
+            scale = rounded_scale(
+                scales[k], of_streams, t, block, geometry,
+                FORMAT[UNITS][i][PER_BLOCK][k][BY_STREAM], KINDS[KIND][FAR],
+            )  # fmt: skip
+            store_scales(scale_at[i][k], scale, inside, IN_PLACE, KINDS[KIND][WHOLE])
         kept, tops = kept + (values,), tops + (scales,)
     for i in tl.static_range(len(FORMAT[UNITS])):
         random = bits_of(

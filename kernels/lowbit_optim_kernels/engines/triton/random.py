@@ -82,6 +82,16 @@ def numbered(before, number, FAR: tl.constexpr):
 
 
 @triton.jit
+def dithered_scale(x, bits):
+    """Numbers of bf16's range, not negative, rounded to ones that bf16 has, in fp32.
+
+    bits: those of the first elements of their blocks.
+    """
+    pattern = x.to(tl.uint32, bitcast=True) + (mix(bits >> 8) >> 16)
+    return (pattern & 0xFFFF0000).to(tl.float32, bitcast=True)
+
+
+@triton.jit
 def fraction(bits):
     """Bits as numbers in [0, 1)."""
     return (bits >> 8).to(tl.float32) * 2.0**-24

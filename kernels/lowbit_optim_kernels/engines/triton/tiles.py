@@ -105,10 +105,16 @@ def place(t, piece, geometry, work, BLOCK: tl.constexpr, ROOM: tl.constexpr,
 
 
 @triton.jit
+def block_bits(of_stream, t, block, geometry, FAR: tl.constexpr):
+    """The random bits of a stream for the first element of each of these blocks of a format."""
+    number = random.numbered(tl.load(geometry + t * GEOMETRY + BEFORE), block, FAR)
+    return random.of_blocks(number, of_stream, FAR)
+
+
+@triton.jit
 def moment_bits(of_stream, t, block, geometry, ROOM: tl.constexpr, FAR: tl.constexpr):
     """The random bits of a stream for each element of these blocks of a format."""
-    number = random.numbered(tl.load(geometry + t * GEOMETRY + BEFORE), block, FAR)
-    first = random.of_blocks(number, of_stream, FAR)
+    first = block_bits(of_stream, t, block, geometry, FAR)
     return random.of_lanes(first[:, None], tl.arange(0, ROOM)[None, :])
 
 

@@ -14,6 +14,10 @@ of the *exact* s, so that an error of v cancels in the update, and a number that
 gradients relative to a square (`signed`) has the softsign. A moment whose sign alone counts stays
 in `dynamic8`.
 
+A is rounded to nearest, but of a slow average in `ratio8` it is dithered as its codes are, and they
+are relative to the exact A. Else an average that grows by less than half of bf16's last bit in a
+step would stay where it is, and the last code would cut one that shrinks again and again.
+
 This file has the torch form (any device; fp64 for fp64 parameters).
 """
 
@@ -25,6 +29,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from ...dither import dithered_scale
 from ...rules import RATIO, SIGN, SQUARE, Moment
 from .. import Format, Fractions, Part, register
 from ..dynamic8 import DYNAMIC8
@@ -60,25 +65,36 @@ def decode_root(code: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
     return (c * c) * scale.to(dtype)
 
 
-def encode_ratio(ratio: Tensor, levels: int, random: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Codes -levels..levels, as numbers, and their bf16 scales."""
+def encode_ratio(
+    ratio: Tensor, levels: int, random: Tensor | None, dithered: bool = False
+) -> tuple[Tensor, Tensor]:
+    """Codes -levels..levels, as numbers, and their scales; `dithered` says whether these are."""
     ratio = torch.where(ratio.isfinite(), ratio, 0.0)
-    scale = (_largest(ratio.abs()) / float(levels)).to(torch.bfloat16)
-    usable = (scale >= LEAST_SCALE) & scale.isfinite()
+    scale = (_largest(ratio.abs()) / float(levels)).float()
+    scale = scale if dithered else scale.to(torch.bfloat16)
+    usable = (scale >= LEAST_SCALE) & (scale <= LARGEST)
     scale = torch.where(usable, scale, 0.0)
     y = ratio * _inverse(scale.to(ratio.dtype))
     code = y.round() if random is None else (y + random).floor()
-    return torch.where(ratio != 0, code.clamp(-levels, levels), 0.0), scale
+    code = torch.where(ratio != 0, code.clamp(-levels, levels), 0.0)
+    return code, _kept(scale, random if dithered else None)
 
 
 def encode_soft(x: Tensor, random: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Codes -127..127, as numbers, by the softsign, and their bf16 scales."""
+    """Codes -127..127, as numbers, by the softsign, and their scales."""
     a = x.abs()
-    scale = _largest(a).to(torch.bfloat16).clamp(max=LARGEST)
+    scale = _largest(a).float()
+    scale = (scale.to(torch.bfloat16) if random is None else scale).clamp(max=LARGEST)
     wide = scale.to(x.dtype)
     y = torch.where(wide > 0, (SOFT * a) / (wide + a), 0.0)
     code = y.round() if random is None else (y + random).floor()
-    return torch.where(a > 0, code.nan_to_num(nan=127.0).clamp(max=127) * x.sign(), 0.0), scale
+    code = torch.where(a > 0, code.nan_to_num(nan=127.0).clamp(max=127) * x.sign(), 0.0)
+    return code, _kept(scale, random)
+
+
+def _kept(scale: Tensor, random: Tensor | None) -> Tensor:
+    """Scales in bf16: those that are not dithered are such numbers."""
+    return scale if random is None else dithered_scale(scale, random[..., :1])
 
 
 def ratio_of(x: Tensor, root: Tensor) -> Tensor:
@@ -112,7 +128,9 @@ class Ratio8(Format):
     def parts(self, moments: Sequence[Moment]) -> tuple[Part, ...]:
         codes = [Part(moment.key, torch.uint8) for moment in moments]
         scales = [
-            Part(f"{m.key}_scale", torch.float32 if m.role == SQUARE else torch.bfloat16, True)
+            Part(f"{m.key}_scale", torch.float32, per_block=True)
+            if m.role == SQUARE
+            else Part(f"{m.key}_scale", torch.bfloat16, per_block=True, dithered=True)
             for m in moments
         ]
         return (*codes, *scales)
@@ -127,7 +145,7 @@ class Ratio8(Format):
             else:
                 if moment.role == RATIO:
                     ratio = ratio_of(x, roots[str(moment.partner)])
-                    code, scale = encode_ratio(ratio, RATIO_LEVELS[8], u)
+                    code, scale = encode_ratio(ratio, RATIO_LEVELS[8], u, dithered=u is not None)
                 else:
                     code, scale = encode_soft(x, u)
                 code = code + ZERO

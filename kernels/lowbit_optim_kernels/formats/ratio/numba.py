@@ -9,12 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-import numpy as np
 from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic
 from numpy import float32 as f32
 
+from ...engines.numba.dither import mix
 from ...engines.numba.inner import inner
 from ...engines.numba.memory import rounded_bits
 from ...engines.numba.vector import (
@@ -51,9 +51,7 @@ RATIO_8, RATIO_4 = f32(RATIO_LEVELS[8]), f32(RATIO_LEVELS[4])
 ZERO_8, ZERO_4 = f32(ZERO), f32(8)
 SOFT_LEVELS, SOFT_SUM = f32(127.0), f32(SOFT)
 INTEGER = f32(1.5 * 2.0**23)  # and below 2**22 what is added to it comes out as an integer
-_LEAST, _LARGEST, _INFINITY, _NONE, _ONE = (
-    f32(x) for x in (LEAST_SCALE, LARGEST, np.inf, 0.0, 1.0)
-)
+_LEAST, _LARGEST, _NONE, _ONE = (f32(x) for x in (LEAST_SCALE, LARGEST, 0.0, 1.0))
 
 
 # Codes in memory.
@@ -125,6 +123,18 @@ def write_bf16(typing, address, x):
     return types.void(types.int64, types.float32), emit
 
 
+@intrinsic
+def dithered_scale(typing, x, base):
+    """A number of bf16's range, not negative, rounded to one of bf16; `base` as of `block_bits`."""
+
+    def emit(context, b, signature, args):
+        random = mix(b, b.lshr(b.trunc(args[1], i32), ir.Constant(i32, 8)))
+        bits = b.add(b.bitcast(args[0], i32), b.lshr(random, ir.Constant(i32, 16)))
+        return b.bitcast(b.and_(bits, ir.Constant(i32, 0xFFFF0000)), single)
+
+    return types.float32(types.float32, types.int64), emit
+
+
 # Rounding.
 
 
@@ -178,14 +188,16 @@ def square_scale(largest, levels):
 
 
 @inner
-def ratio_scale(largest, levels):
-    scale = _nearest_bf16(largest / levels)
-    return scale if scale >= _LEAST and scale < _INFINITY else _NONE
+def ratio_scale(largest, levels, dithered):
+    scale = largest / levels
+    if not dithered:
+        scale = _nearest_bf16(scale)
+    return scale if scale >= _LEAST and scale <= _LARGEST else _NONE
 
 
 @inner
-def soft_scale(largest):
-    return min(_nearest_bf16(largest), _LARGEST)
+def soft_scale(largest, dithered):
+    return min(largest if dithered else _nearest_bf16(largest), _LARGEST)
 
 
 @inner

@@ -30,6 +30,7 @@ from .numba import (
     ZERO_4,
     ZERO_8,
     dithered_ratio_code,
+    dithered_scale,
     dithered_soft_code,
     inverse_of_scale,
     joined,
@@ -120,19 +121,23 @@ def new_scales():
             new_scale[m] = square_scale(largest[m], SQUARE_8 if BITS == 8 else SQUARE_4)
             inverse[m] = inverse_of_scale(new_scale[m])
         elif m.role == "ratio":
-            new_scale[m] = ratio_scale(largest[m], RATIO_8 if BITS == 8 else RATIO_4)
+            new_scale[m] = ratio_scale(
+                largest[m], RATIO_8 if BITS == 8 else RATIO_4, m.stream and BITS == 8
+            )
             inverse[m] = inverse_of_scale(new_scale[m])
         else:
-            new_scale[m] = soft_scale(largest[m])
-        for x in BLOCK_PARTS:
-            if x.key == m.key + "_scale" and m.role == "square":
-                write_f32(at[x] + start // (BLOCK // 4), new_scale[m])
-            elif x.key == m.key + "_scale":
-                write_bf16(at[x] + start // (BLOCK // 2), new_scale[m])
+            new_scale[m] = soft_scale(largest[m], m.stream)
         if m.stream:
             its_hashes = hashes + 64 * (1 + m.row)
             base = next_hashed(its_hashes, key[m], step, number, start // BLOCK)
             bits[m] = first_bits(base)
+        for x in BLOCK_PARTS:
+            if x.key == m.key + "_scale" and m.role == "square":
+                write_f32(at[x] + start // (BLOCK // 4), new_scale[m])
+            elif x.key == m.key + "_scale" and m.stream and BITS == 8:
+                write_bf16(at[x] + start // (BLOCK // 2), dithered_scale(new_scale[m], base))
+            elif x.key == m.key + "_scale":
+                write_bf16(at[x] + start // (BLOCK // 2), new_scale[m])
 
 
 def encode():

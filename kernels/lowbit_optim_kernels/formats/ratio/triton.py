@@ -131,9 +131,11 @@ def square_place(v, scale, PTX: tl.constexpr):
 
 
 @triton.jit
-def ratio_scale(ratio, LEVELS: tl.constexpr, PTX: tl.constexpr):
-    """A number that bf16 has, in fp32."""
-    scale = narrow(divided(largest(tl.abs(ratio)), LEVELS, PTX), tl.bfloat16).to(tl.float32)
+def ratio_scale(ratio, LEVELS: tl.constexpr, DITHERED: tl.constexpr, PTX: tl.constexpr):
+    """In fp32, and a number that bf16 has unless DITHERED, as it is when it is stored."""
+    scale = divided(largest(tl.abs(ratio)), LEVELS, PTX)
+    if not DITHERED:
+        scale = narrow(scale, tl.bfloat16).to(tl.float32)
     most: tl.constexpr = LARGEST_PTX if PTX else LARGEST
     return tl.where((scale >= LEAST_SCALE) & (scale <= most), scale, 0.0)
 
@@ -152,10 +154,10 @@ def ratio_code(ratio, scale, bits, LEVELS: tl.constexpr, ZERO: tl.constexpr,
 
 
 @triton.jit
-def soft_scale(m):
-    """A number that bf16 has, in fp32."""
+def soft_scale(m, DITHERED: tl.constexpr):
+    """As `ratio_scale`."""
     top = tl.minimum(largest(tl.abs(m)), LARGEST)
-    return narrow(top, tl.bfloat16).to(tl.float32)
+    return top if DITHERED else narrow(top, tl.bfloat16).to(tl.float32)
 
 
 @triton.jit
@@ -226,9 +228,9 @@ def scales(moments, MOMENTS: tl.constexpr, ALIGN: tl.constexpr, PTX: tl.constexp
             scale = square_scale(moments[k], SQUARE_LEVELS, PTX)
         elif MOMENTS[k][ROLE] == IS_RATIO:
             ratio = ratio_of(moments[k], moments[MOMENTS[k][PARTNER]], PTX)
-            scale = ratio_scale(ratio, RATIO_LEVELS, PTX)
+            scale = ratio_scale(ratio, RATIO_LEVELS, MOMENTS[k][STREAM] > 0, PTX)
         else:
-            scale = soft_scale(moments[k])
+            scale = soft_scale(moments[k], MOMENTS[k][STREAM] > 0)
         out = out + (scale,)
     return out
 

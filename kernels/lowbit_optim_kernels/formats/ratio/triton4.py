@@ -64,7 +64,8 @@ def decode(codes, scales, tables, MOMENTS: tl.constexpr, PTX: tl.constexpr):
 def scales(moments, MOMENTS: tl.constexpr, ALIGN: tl.constexpr, PTX: tl.constexpr):
     M: tl.constexpr = 0 if MOMENTS[0][ROLE] == IS_RATIO else 1
     ratio = ratio_of(moments[M], moments[1 - M], PTX)
-    return ratio_scale(ratio, RATIO_LEVELS, PTX), square_scale(moments[1 - M], SQUARE_LEVELS, PTX)
+    scale = ratio_scale(ratio, RATIO_LEVELS, False, PTX)
+    return scale, square_scale(moments[1 - M], SQUARE_LEVELS, PTX)
 
 
 @triton.jit
