@@ -122,7 +122,8 @@ class LowBitOptimizer(StepBase):
         return self._moments(self._settings_of(index))
 
     def _settings_of(self, index: int) -> Mapping[str, Any]:
-        return self._settings.resolved_for(index, self.param_groups[index], self._check_settings)
+        group = self.param_groups[index]
+        return self._settings.resolved_for(index, group, self.defaults, self._check_settings)
 
     # torch.optim.Optimizer's protocol.
 

@@ -7,7 +7,7 @@ tensors on an accelerator, which are not read back.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, MutableSequence, Sequence
+from collections.abc import Callable, Iterable, Mapping, MutableSequence, Sequence
 from operator import is_
 from typing import Any
 
@@ -117,8 +117,19 @@ def _may_change(value: Any) -> bool:
     return isinstance(value, (Tensor, MutableSequence, dict, np.ndarray))
 
 
-def _storage(group: Mapping[str, Any]) -> dict[str, Any]:
+def _require(index: int, group: Mapping[str, Any], needed: Iterable[str]) -> None:
+    """Refuse a group without these settings, as one that was put into the list by hand."""
+    lacking = [key for key in needed if key not in group]
+    if lacking:
+        raise ValueError(
+            f"parameter group {index} must have every setting of the optimizer, and lacks "
+            f"{', '.join(map(repr, lacking))}; add_param_group gives a group those that it has not"
+        )
+
+
+def _storage(index: int, group: Mapping[str, Any]) -> dict[str, Any]:
     """The settings of a group that say which format its moments are in."""
+    _require(index, group, ("optim_bits", "state_format"))
     stored = {key: as_number(group[key]) for key in ("optim_bits", "state_format")}
     _checks.optim_bits(stored["optim_bits"])
     return stored
@@ -134,15 +145,16 @@ class Settings:
 
     def remember(self, index: int, group: Mapping[str, Any]) -> None:
         """Take a group's `optim_bits` and `state_format` as what later changes start from."""
-        self._stored_as[index] = _storage(group)
+        self._stored_as[index] = _storage(index, group)
 
     def settle(self, index: int, group: dict[str, Any]) -> None:
         """Of a group's `optim_bits` and `state_format`, let what has been changed decide.
 
         Raises:
-            ValueError: if both have been changed and do not agree; the group stays as it is.
+            ValueError: if both have been changed and do not agree, or one is missing; the group
+                stays as it is.
         """
-        now, before = _storage(group), self._stored_as.get(index, {})
+        now, before = _storage(index, group), self._stored_as.get(index, {})
         if now == before:
             return
         changed = {key: value for key, value in now.items() if value != before.get(key, self)}
@@ -152,11 +164,12 @@ class Settings:
         self._stored_as[index] = agreed
 
     def resolved_for(
-        self, index: int, group: dict[str, Any], validate: Validate
+        self, index: int, group: dict[str, Any], needed: Iterable[str], validate: Validate
     ) -> Mapping[str, Any]:
         """The settings of the group at this index.
 
         Raises:
+            ValueError: if the group lacks a setting that is needed.
             ValueError, TypeError: as `validate` does, for settings that a step cannot run with.
         """
         given = self._given.get(index)
@@ -170,6 +183,7 @@ class Settings:
                 self._given[index]["lr"] = known["lr"]
                 self._resolved[index] = known
                 return known
+        _require(index, group, needed)
         self.settle(index, group)
         known = resolved(group)
         validate(known)
