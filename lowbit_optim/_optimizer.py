@@ -77,19 +77,33 @@ class LowBitOptimizer(StepBase):
         self._unscales = value
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__(state)
         # What earlier versions had not, and what it was in effect.
         added: dict[str, Any] = {
             "state_format": None, "dither": False, "seed": 0, "master_weight_bits": None,
         }  # fmt: skip
         if "cautious" in inspect.signature(type(self)).parameters:
             added["cautious"] = False
+        self._require_own_state(state, added)
+        super().__setstate__(state)
         self.defaults = {**added, **self.defaults}
         self._reset_caches()
         for index, group in enumerate(self.param_groups):
             for key, value in added.items():
                 group.setdefault(key, value)
             self._settings.remember(index, group)
+
+    def _require_own_state(self, state: Mapping[str, Any], added: Mapping[str, Any]) -> None:
+        """Refuse what another optimizer's `__getstate__` gave; settings may lack what was added."""
+        needed = {"optim_bits", *getattr(self, "defaults", ())} - added.keys()
+        lacking = needed - set(state.get("defaults", needed))
+        if any("optim_bits" not in group for group in state.get("param_groups", ())):
+            lacking.add("optim_bits")
+        if lacking:
+            raise ValueError(
+                f"{type(self).__name__}.__setstate__ takes a state with its own settings, and this "
+                f"one lacks {', '.join(map(repr, sorted(lacking)))}; from another optimizer "
+                "take load_state_dict(other.state_dict())"
+            )
 
     def _reset_caches(self) -> None:
         self.plans: dict[Any, StepPlan] = {}

@@ -317,6 +317,29 @@ def test_what_an_earlier_version_wrote_has_no_such_setting(case):
     unpickled.add_param_group({"params": parameters(seed=1)})
 
 
+@pytest.mark.parametrize("source", [torch.optim.AdamW, torch.optim.SGD, lowbit_optim.Lion8bit])
+def test_what_another_optimizer_pickles_is_refused(source):
+    """`load_state_dict` is where the states of others are converted, or refused by their family."""
+    target = train(lowbit_optim.AdamW8bit(parameters(seed=1)), 1)
+    before = snapshot(target)
+    other = train(source(parameters(), lr=0.1), 1).__getstate__()
+    groups = copy.deepcopy(other["param_groups"])
+    with pytest.raises(ValueError, match=r"^AdamW8bit.__setstate__ takes .* load_state_dict"):
+        target.__setstate__(other)
+    assert identical(snapshot(target), before)
+    assert target.defaults.keys() == before["groups"][0].keys()
+    assert identical(groups, other["param_groups"])
+
+
+@pytest.mark.parametrize("taken", ["defaults", "param_groups"])
+def test_torchs_pickle_is_no_pickle_of_this_package(taken):
+    state = torch.optim.AdamW(parameters()).__getstate__()
+    unpickled = lowbit_optim.AdamW8bit.__new__(lowbit_optim.AdamW8bit)
+    with pytest.raises(ValueError, match=r"^AdamW8bit.__setstate__ .* lacks 'optim_bits'; from"):
+        unpickled.__setstate__({"state": {}, taken: state[taken]})
+    assert not vars(unpickled)
+
+
 def test_torch_has_no_such_setting():
     params = parameters()
     other = train(torch.optim.AdamW(params), 1)
