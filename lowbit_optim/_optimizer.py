@@ -76,6 +76,10 @@ class LowBitOptimizer(StepBase):
     def _step_supports_amp_scaling(self, value: bool) -> None:
         self._unscales = value
 
+    def __getstate__(self) -> dict[str, Any]:
+        said = {} if self._unscales is None else {"_unscales": self._unscales}
+        return {**super().__getstate__(), **said}
+
     def __setstate__(self, state: dict[str, Any]) -> None:
         # What earlier versions had not, and what it was in effect.
         added: dict[str, Any] = {

@@ -1,6 +1,8 @@
 """`lowbit_optim.hf`, `.lightning` and `.timm`, without the frameworks. With: tests/frameworks."""
 
+import copy
 import doctest
+import pickle
 
 import pytest
 import torch
@@ -122,6 +124,9 @@ def test_lightning_unscales_what_it_clips():
     assert (one._step_supports_amp_scaling, other._step_supports_amp_scaling) == (False, True)
     one.load_state_dict(other.state_dict())
     assert not one._step_supports_amp_scaling
+    for copied in (copy.deepcopy(one), pickle.loads(pickle.dumps(one)), copy.copy(one)):
+        assert not copied._step_supports_amp_scaling
+    assert copy.deepcopy(other)._step_supports_amp_scaling
     assert not lowbit_optim.Lion8bit(parameters())._step_supports_amp_scaling
     with pytest.raises(TypeError, match=r"must be one of lowbit_optim; got torch\.optim\.sgd\.SGD"):
         lowbit_optim.lightning.unscaled_by_trainer(torch.optim.SGD(parameters()))
