@@ -74,16 +74,22 @@ def format_of(group: Mapping[str, Any]) -> Format:
     return FORMATS[group["state_format"] or OF_BITS[group["optim_bits"]]]
 
 
+def _is_idle(p: Tensor) -> bool:
+    """Whether a parameter is frozen and has no gradient, so that no step concerns it."""
+    return isinstance(p, torch.nn.Parameter) and not p.requires_grad and p.grad is None
+
+
 def weights_of(p: Tensor, group: Mapping[str, Any]) -> Weights:
     """The storage of a parameter itself.
 
     Raises:
-        ValueError: for bits of master weights where the parameter's dtype has none.
+        ValueError: for bits of master weights where the parameter's dtype has none, unless it is
+            not stepped.
     """
     bits = group["master_weight_bits"]
     if p.dtype == torch.bfloat16:
         return WEIGHTS[16 if bits == "auto" else bits]
-    if bits not in (None, "auto") and p.dtype != torch.float32:
+    if bits not in (None, "auto") and p.dtype != torch.float32 and not _is_idle(p):
         raise ValueError(
             f"master_weight_bits must be None or 'auto' for parameters of {p.dtype}, got {bits!r}; "
             "bf16 parameters have 16, 24 and 32, and fp32 parameters need none"

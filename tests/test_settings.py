@@ -309,6 +309,27 @@ def test_a_group_whose_parameters_are_a_view_of_a_dict():
     assert optimizer.param_groups[0]["params"] == list(given.values())
 
 
+@CLASSES
+@pytest.mark.parametrize(("dtype", "bits"), [(torch.float16, 24), (torch.float64, 16)])
+def test_frozen_parameters_have_no_master_weights(case, dtype, bits):
+    """As the fp16 base of a model whose bf16 adapters are trained; it is refused once unfrozen."""
+    trained, (frozen,) = parameters(torch.bfloat16), parameters(dtype, shapes=[(300,)])
+    frozen.requires_grad_(False)
+    optimizer = build(case, 8, [frozen, *trained], master_weight_bits=bits)
+    give_gradients(trained, 0)
+    optimizer.step()
+    optimizer.load_state_dict(optimizer.state_dict())
+    optimizer.step()
+    weights = dict(lowbit_optim.master_weights(optimizer))
+    assert torch.equal(weights[0], frozen.to(weights[0].dtype))
+    lowbit_optim.load_master_weights(optimizer, weights)
+    assert set(optimizer.state) == set(trained)
+    frozen.requires_grad_(True)
+    assert refused_by_a_step(
+        optimizer, f"master_weight_bits must be None or 'auto' for parameters of {dtype}"
+    )
+
+
 def test_state_of_a_parameter_that_is_quantized_now_is_taken_along():
     """It is frozen, and its `master_weight_bits` mean nothing any more."""
     options = {"master_weight_bits": 24}
