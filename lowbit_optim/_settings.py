@@ -32,14 +32,15 @@ _PLAIN_TYPES = (float, int, bool, str, type(None))
 def plain(value: Any) -> Any:
     """A tree of Python's own numbers and lists, as `torch.load(weights_only=True)` reads them.
 
-    Others are NumPy's numbers and what configurations have: the lists of OmegaConf and Hydra, the
-    numbers, strings and lists of classes of their own by which YAML is written back as it was.
+    Others are NumPy's numbers, named tuples and what configurations have: the lists of OmegaConf
+    and Hydra, the numbers, strings and lists of classes of their own by which YAML is written back
+    as it was.
     """
     if isinstance(value, np.generic) or (isinstance(value, np.ndarray) and value.ndim == 0):
         return value.item()
     if isinstance(value, dict):
         return {key: plain(item) for key, item in value.items()}
-    if isinstance(value, list) or type(value) is tuple:
+    if isinstance(value, (list, tuple)):
         own = list if isinstance(value, list) else tuple
         items = own(map(plain, value))
         return value if type(value) is own and all(map(is_, items, value)) else items
@@ -47,7 +48,7 @@ def plain(value: Any) -> Any:
         return str.__str__(value)
     if isinstance(value, (float, int)) and type(value) not in _PLAIN_TYPES:
         return float(value) if isinstance(value, float) else int(value)
-    if isinstance(value, Sequence) and not isinstance(value, (str, bytes, list, tuple)):
+    if isinstance(value, Sequence) and not isinstance(value, (str, bytes)):
         return list(map(plain, value))
     return value
 
@@ -58,8 +59,9 @@ def plain_copy(value: Any, device: torch.device | None = None) -> Any:
         return value.detach().to(device or value.device, copy=True)
     if isinstance(value, dict):
         return {key: plain_copy(item, device) for key, item in value.items()}
-    if type(value) in (list, tuple):
-        return type(value)(plain_copy(item, device) for item in value)
+    if isinstance(value, (list, tuple)):
+        own = list if isinstance(value, list) else tuple
+        return own(plain_copy(item, device) for item in value)
     return plain(value)
 
 

@@ -5,6 +5,7 @@ What is refused is refused in `step`, before anything has changed, as in `load_s
 
 import copy
 import warnings
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -285,6 +286,11 @@ class Pair(list):
     pass
 
 
+class Betas(NamedTuple):
+    first: float
+    second: Any
+
+
 def test_settings_of_a_configurations_own_classes_are_saved_as_pythons():
     own = {
         "lr": Rate(0.5), "betas": Pair([Rate(0.5), 0.75]), "min_8bit_size": Count(1),
@@ -297,6 +303,20 @@ def test_settings_of_a_configurations_own_classes_are_saved_as_pythons():
         later.param_groups[0].update(settings)
         saved += [saved_and_loaded(x.state_dict()) for x in (constructed, train(later, 1))]
     assert identical(saved[:2], saved[2:])
+
+
+@pytest.mark.parametrize("second", [0.75, torch.tensor(0.75)], ids=["number", "tensor"])
+def test_named_tuples_are_saved_as_tuples(second):
+    """`torch.load(weights_only=True)` knows no class of a user's."""
+    constructed = train(ADAMW(parameters(), betas=Betas(0.5, second)), 1)
+    later = ADAMW(parameters())
+    later.param_groups[0]["betas"] = Betas(0.5, second)
+    train(later, 1)
+    for optimizer in (constructed, copy.deepcopy(constructed), later):
+        betas = saved_and_loaded(optimizer.state_dict())["param_groups"][0]["betas"]
+        assert (type(betas), betas) == (tuple, (0.5, second))
+    later.load_state_dict(later.state_dict())
+    assert type(later.param_groups[0]["betas"]) is tuple
 
 
 def test_a_group_whose_parameters_are_a_view_of_a_dict():
