@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, ClassVar
 
 from torch import Tensor
 
@@ -119,6 +119,7 @@ class AdamW(Adam):
     """
 
     family = "AdamW"
+    FIXED: ClassVar[Mapping[str, Any]] = {"decoupled_weight_decay": True}
 
     def __init__(
         self,

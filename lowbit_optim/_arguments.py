@@ -99,6 +99,7 @@ def constructor(
     without: Collection[str],
     construct: Callable[[Callable[..., None], dict, str], None],
     special: Mapping[str, str] | None = None,
+    fixed: Collection[str] = (),
 ) -> T:
     """Give a class a constructor with its base's arguments, each of which is described.
 
@@ -109,10 +110,12 @@ def constructor(
         construct: is handed the base's `__init__`, the arguments that were given, by name, and the
             name of the optimizer's class, which may be derived from this one.
         special: descriptions of arguments that mean something else than the base's.
+        fixed: those among `without` that may be given by name all the same, to `construct`, which
+            lets no other value pass than the one in `defaults` of an instance.
     """
-    fixed: Any = cls
+    target: Any = cls
     # Types, not their names: tools that build objects of a configuration look those up over here.
-    signature = inspect.signature(fixed.__base__.__init__, eval_str=True)
+    signature = inspect.signature(target.__base__.__init__, eval_str=True)
     parameters = [
         parameter.replace(default=defaults.get(name, parameter.default))
         for name, parameter in signature.parameters.items()
@@ -121,20 +124,21 @@ def constructor(
     signature = signature.replace(parameters=parameters)
 
     def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
+        beside = {name: kwargs.pop(name) for name in fixed if name in kwargs}
         try:
             bound = signature.bind(self, *args, **kwargs)
         except TypeError as error:
             raise TypeError(f"{type(self).__name__}: {error}") from None
-        given = dict(bound.arguments)
+        given = {**bound.arguments, **beside}
         given.pop("self")
-        construct(super(fixed, self).__init__, given, type(self).__name__)
+        construct(super(target, self).__init__, given, type(self).__name__)
 
     __init__.__qualname__ = f"{cls.__name__}.__init__"
     __init__.__signature__ = signature  # type: ignore[attr-defined]  # what `inspect` goes by
     __init__.__annotations__ = {  # what `typing` goes by
         parameter.name: parameter.annotation for parameter in parameters[1:]
     }
-    fixed.__init__ = __init__
+    target.__init__ = __init__
     return documented(cls, special)
 
 

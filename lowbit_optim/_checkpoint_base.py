@@ -130,7 +130,7 @@ class CheckpointBase(StateBase):
         groups = _state_dicts.merged_groups(self, state_dict)
         for index, group in enumerate(groups):
             with _state_dicts.refusing(f"parameter group {index} of state_dict"):
-                self._check_settings(resolved({**self.defaults, **group}))
+                self._check_settings(resolved({**self.FIXED, **self.defaults, **group}))
                 norm = as_number(group.get(PREVIOUS_NORM, 0.0), wait=True)
                 _checks.number(PREVIOUS_NORM, norm, 0.0)
         return state_dict, groups

@@ -109,10 +109,11 @@ class EagerOptimizer(LowBitOptimizer):
     """
 
     STORE: ClassVar[Rule]
+    FIXED: ClassVar[Mapping[str, Any]] = {"max_unorm": 0.0}
     needs_whole = True
 
     def __init__(self, params: Any, defaults: dict[str, Any], args: Any = None) -> None:
-        super().__init__(params, {"max_unorm": 0.0, **defaults}, args)
+        super().__init__(params, {**self.FIXED, **defaults}, args)
 
     def _reset_caches(self) -> None:
         super()._reset_caches()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping
+from itertools import chain
 from typing import Any, overload
 
 import torch
@@ -59,6 +60,7 @@ class LowBitOptimizer(StepBase):
         self._check_initial_settings(defaults)
         self._reset_caches()
         super().__init__(params, defaults)
+        self.defaults = self._arguments_among(defaults)
 
     @property
     def _step_supports_amp_scaling(self) -> bool:
@@ -89,12 +91,16 @@ class LowBitOptimizer(StepBase):
             added["cautious"] = False
         self._require_own_state(state, added)
         super().__setstate__(state)
-        self.defaults = {**added, **self.defaults}
+        self.defaults = self._arguments_among({**added, **self.defaults})
         self._reset_caches()
         for index, group in enumerate(self.param_groups):
             for key, value in added.items():
                 group.setdefault(key, value)
             self._settings.remember(index, group)
+
+    def _arguments_among(self, settings: Mapping[str, Any]) -> dict[str, Any]:
+        """Settings that the constructor takes, with which another optimizer can be made."""
+        return {key: value for key, value in settings.items() if key not in self.FIXED}
 
     def _require_own_state(self, state: Mapping[str, Any], added: Mapping[str, Any]) -> None:
         """Refuse what another optimizer's `__getstate__` gave; settings may lack what was added."""
@@ -140,8 +146,8 @@ class LowBitOptimizer(StepBase):
         return self._moments(self._settings_of(index))
 
     def _settings_of(self, index: int) -> Mapping[str, Any]:
-        group = self.param_groups[index]
-        return self._settings.resolved_for(index, group, self.defaults, self._check_settings)
+        group, needed = self.param_groups[index], chain(self.defaults, self.FIXED)
+        return self._settings.resolved_for(index, group, needed, self._check_settings)
 
     # torch.optim.Optimizer's protocol.
 
@@ -159,7 +165,8 @@ class LowBitOptimizer(StepBase):
         if isinstance(param_group, dict):
             if "params" not in param_group:
                 raise ValueError(f"a parameter group must have 'params', got {list(param_group)}")
-            settings = {key: value for key, value in param_group.items() if key != "params"}
+            given = {**self.FIXED, **param_group}
+            settings = {key: value for key, value in given.items() if key != "params"}
             settings = _settings.with_storage(plain(settings), self.defaults)
             self._check_initial_settings({**self.defaults, **settings})
             param_group.update(settings)

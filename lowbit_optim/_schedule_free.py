@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -62,6 +62,7 @@ class ScheduleFreeAdamW(LowBitOptimizer):
     """
 
     family = "ScheduleFreeAdamW"
+    FIXED: ClassVar[Mapping[str, Any]] = {"train_mode": True}
     HYPER = ("eps", "weight_decay", "warmup_steps", "r", "weight_lr_power")
 
     def __init__(
@@ -90,7 +91,7 @@ class ScheduleFreeAdamW(LowBitOptimizer):
         differentiable: bool = False,
         fused: bool | None = None,
     ) -> None:
-        super().__init__(params, {**settings_of(locals()), "train_mode": True}, args)
+        super().__init__(params, {**settings_of(locals()), **self.FIXED}, args)
 
     def _reset_caches(self) -> None:
         super()._reset_caches()

@@ -49,6 +49,7 @@ class StateBase(Optimizer):
 
     HYPER: ClassVar[tuple[str, ...]] = ()  # settings that the rule reads by their own names
     BETAS: ClassVar[int] = 2  # how many `betas` there are, which it reads as beta1, beta2, ...
+    FIXED: ClassVar[Mapping[str, Any]] = {}  # settings that every group has from no argument
 
     def _validate(self, group: Mapping[str, Any]) -> None:
         """Raise for settings that no step can run with; `group` has them all, resolved."""

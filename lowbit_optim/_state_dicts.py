@@ -7,7 +7,6 @@ from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 from torch import Tensor
-from torch.optim import Optimizer
 
 from . import _manager
 from ._saved_state import saved_step
@@ -144,7 +143,7 @@ def check_groups(groups: Any) -> None:
                 )
 
 
-def merged_groups(optimizer: Optimizer, state_dict: Mapping[str, Any]) -> list[dict[str, Any]]:
+def merged_groups(optimizer: Any, state_dict: Mapping[str, Any]) -> list[dict[str, Any]]:
     """Saved groups with the current parameters, storage settings and any setting they lack.
 
     What else a group has is the file's alone, as in torch: an `initial_lr` that stayed would be the
@@ -168,7 +167,8 @@ def merged_groups(optimizer: Optimizer, state_dict: Mapping[str, Any]) -> list[d
                 f"that of this {name} has {len(group['params'])}"
             )
         kept = {key: group[key] for key in ("params", *STORAGE_SETTINGS) if key in group}
-        own = {key: group[key] for key in (*optimizer.defaults, "param_names") if key in group}
+        names = (*optimizer.defaults, *optimizer.FIXED, "param_names")
+        own = {key: group[key] for key in names if key in group}
         settings = {key: plain_copy(value) for key, value in old.items() if key not in ignored}
         merged.append({**own, **lacking, **settings, **kept})
     return merged

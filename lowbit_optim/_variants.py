@@ -19,12 +19,14 @@ def fixed_bits(bits: int, keep_argument: bool = False) -> Callable[[T], T]:
     """Make a subclass of an optimizer `X` its `X4bit`, `X8bit` or `X32bit`.
 
     It gets a constructor with X's signature, without `optim_bits` and, with 4 or 32 bits, which
-    leave no choice, without `state_format`; and every argument's description in its docstring.
+    leave no choice, without `state_format`; and every argument's description in its docstring. So
+    that `type(optimizer)(params, **optimizer.defaults)` makes another one, it takes both by name
+    where they say what the class's name does.
 
     Args:
         bits: 4, 8 or 32.
         keep_argument: True where bitsandbytes' class of this name has `optim_bits` in its
-            positional order; it must then be `bits`. Otherwise the argument is gone.
+            positional order; it must then be `bits`. Otherwise the signature is without it.
     """
     formats = [name for name, format in FORMATS.items() if format.bits == bits]
     special = {
@@ -62,6 +64,6 @@ def fixed_bits(bits: int, keep_argument: bool = False) -> Callable[[T], T]:
                 )
             build(**given, optim_bits=bits)
 
-        return constructor(cls, {"optim_bits": bits}, gone, construct, special)
+        return constructor(cls, {"optim_bits": bits}, gone, construct, special, fixed=gone)
 
     return fix

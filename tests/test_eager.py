@@ -322,8 +322,8 @@ def test_names_fix_the_bits():
     ):
         assert eight([p]).defaults["optim_bits"] == 8
         assert wide([p]).defaults["optim_bits"] == 32
-        with pytest.raises(TypeError, match="optim_bits"):
-            eight([p], optim_bits=8)
+        with pytest.raises(ValueError, match="optim_bits must be 8"):
+            eight([p], optim_bits=32)
 
 
 @BOTH

@@ -208,10 +208,24 @@ def test_settings_are_the_arguments(name):
     parameters = inspect.signature(class_of(stem(name))).parameters
     settings = [x for x in parameters if x not in ("params", "args", "block_wise", "is_paged")]
     assert optimizer.defaults.keys() >= set(settings)
-    more = {"max_unorm", "decoupled_weight_decay", "train_mode"}  # the last one is no argument
-    assert optimizer.defaults.keys() - {*settings} <= more
+    assert optimizer.defaults.keys() == set(settings)
+    groups_alone = {"max_unorm", "decoupled_weight_decay", "train_mode"}
+    assert optimizer.param_groups[0].keys() - optimizer.defaults.keys() - {"params"} <= groups_alone
     for setting in set(settings) - {"lr", "optim_bits"}:
         assert optimizer.defaults[setting] == parameters[setting].default
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_defaults_make_another_one(name):
+    """As wrappers and libraries for meta-learning do; groups that are added later are as before."""
+    optimizer = built(name, min_8bit_size=1, seed=3)
+    others = [type(optimizer)([torch.nn.Parameter(torch.ones(3))], **optimizer.defaults)]
+    others.append(pickle.loads(pickle.dumps(others[0])))
+    for other in others:
+        other.add_param_group({"params": [torch.nn.Parameter(torch.ones(2))]})
+        assert other.defaults == optimizer.defaults
+        for group in other.param_groups:
+            assert {**group, "params": []} == {**optimizer.param_groups[0], "params": []}
 
 
 @pytest.mark.parametrize("name", [name for name in NAMES if name.endswith("bit")])
@@ -222,13 +236,11 @@ def test_errors_of_a_fixed_name_say_it(name):
     with pytest.raises(TypeError, match=f"^{name}: missing a required argument: 'params'$"):
         class_of(name)()
     bits = int(name.removeprefix(stem(name)).removesuffix("bit"))
-    if stem(name) in KEEP_OPTIM_BITS and bits != 4:
-        assert built(name, optim_bits=bits).defaults["optim_bits"] == bits
-        with pytest.raises(ValueError, match=f"^optim_bits must be {bits} for {name}, got 16; use"):
-            built(name, optim_bits=16)
-    else:
-        with pytest.raises(TypeError, match=f"^{name}: got an unexpected .*'optim_bits'$"):
-            built(name, optim_bits=bits)
+    assert built(name, optim_bits=bits).defaults["optim_bits"] == bits
+    for other in {4, 8, 16, 32} - {bits}:
+        wrong = f"^optim_bits must be {bits} for {name}, got {other}; use"
+        with pytest.raises(ValueError, match=wrong):
+            built(name, optim_bits=other)
 
 
 def test_docstrings_of_a_fixed_name_offer_what_it_takes():

@@ -89,7 +89,7 @@ def groups_of(optimizer: LowBitOptimizer) -> Iterator[Group]:
             a DTensor, of which other libraries know no shards.
     """
     indices: dict[Tensor, int] = {}
-    known = {*optimizer.defaults, *NO_SETTINGS}
+    known = {*optimizer.defaults, *optimizer.FIXED, *NO_SETTINGS}
     for number, group in enumerate(optimizer.param_groups):
         inherited = optimizer._settings_of(number)
         parts = {}
