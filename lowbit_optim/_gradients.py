@@ -11,6 +11,7 @@ from torch._subclasses import FakeTensor
 from lowbit_optim_kernels.engines.registry import is_wrapper
 
 from . import _sharding
+from ._tensor_checks import require_memory
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
@@ -55,7 +56,8 @@ def checked(p: Tensor, name: str) -> Tensor:
         TypeError: for a parameter that no step could change.
         RuntimeError: for a DTensor that is not sharded by rows, a FakeTensor, a sparse or complex
             gradient, one of another type, shape or on another device than the parameter, memory
-            that has been freed, or a parameter whose elements share memory.
+            that has been freed, tensors of a torch.func transform, which have none, or a parameter
+            whose elements share memory.
     """
     g = p.grad
     assert g is not None
@@ -96,14 +98,9 @@ def checked(p: Tensor, name: str) -> Tensor:
 
 
 def _check_memory(p: Tensor, g: Tensor, name: str) -> None:
-    """Raise a RuntimeError for memory that has been freed, or elements that share theirs."""
-    for x, what in ((p, "a parameter"), (g, "a gradient")):
-        freed = not x.untyped_storage().nbytes() or x._is_zerotensor()
-        if x.numel() and freed and x.device.type != "meta":
-            raise RuntimeError(
-                f"{name}: {what} of shape {tuple(x.shape)} has no memory, as after "
-                "`untyped_storage().resize_(0)`"
-            )
+    """Raise a RuntimeError for tensors without memory, or elements that share theirs."""
+    require_memory(p, "a parameter", name)
+    require_memory(g, "a gradient", name)
     if torch._debug_has_internal_overlap(p) == 1:
         raise RuntimeError(
             f"{name}: a parameter of shape {tuple(p.shape)} and strides "

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from functools import cache
 from typing import Any, ClassVar
 
@@ -281,8 +281,27 @@ class StateBase(Optimizer):
         """
         state = self._with_equivalent_moments(state, p, group)
         stored = self._stored(p, group, state)
+        self._require_memory(state, stored)
         if _state_layout.fits(state, stored):
             return state
+        state = self._state_that_fits(state, stored, p, group)
+        self._require_memory(state, stored)
+        return state
+
+    def _require_memory(self, state: Mapping[str, Any], stored: Iterable[str]) -> None:
+        """Raise a RuntimeError for tensors of a state that a step would read and that have none."""
+        for key in stored:
+            x = state.get(key)
+            if not isinstance(x, Tensor) or _tensor_checks.has_address(x):
+                continue
+            if x.layout == torch.strided:
+                _tensor_checks.require_memory(x, f"the state {key!r}", type(self).__name__)
+
+    def _state_that_fits(
+        self, state: dict[str, Any], stored: Mapping[str, TensorSpec], p: Tensor,
+        group: Mapping[str, Any],
+    ) -> dict[str, Any]:  # fmt: skip
+        """A new state, made of one that is not as wanted."""
         if RESIDUAL_KEY not in stored:
             state = {key: x for key, x in state.items() if key != RESIDUAL_KEY}
         missing = [key for key in stored if key not in state]

@@ -1,4 +1,4 @@
-"""Checks of saved tensors: shape, dtype, layout, values."""
+"""Checks of tensors: shape, dtype, layout, values, memory."""
 
 from __future__ import annotations
 
@@ -43,6 +43,35 @@ def require_dense(key: str, value: Any, dtypes: tuple[torch.dtype | None, ...] =
         allowed = ", ".join(map(str, dtypes))
         raise ValueError(
             f"{key!r} must be a dense tensor of {allowed}; got {value.dtype}, {value.layout}"
+        )
+
+
+def has_address(x: Tensor) -> bool:
+    """Whether a tensor has an address; one that is empty or has no memory has none."""
+    try:
+        return x.data_ptr() != 0
+    except RuntimeError:  # it has no storage
+        return False
+
+
+def require_memory(x: Tensor, what: str, name: str) -> None:
+    """Raise a RuntimeError for a tensor that has elements and no memory to read them from.
+
+    Args:
+        x: the tensor.
+        what: what it is, for the error.
+        name: that of the optimizer's class.
+    """
+    if torch._is_functional_tensor(x) or torch._C._functorch.is_functorch_wrapped_tensor(x):
+        raise RuntimeError(
+            f"{name}: {what} of shape {tuple(x.shape)} is a tensor of a transform of torch.func, "
+            "such as functionalize or vmap, and has no memory of its own; step outside of it"
+        )
+    freed = not x.untyped_storage().nbytes() or x._is_zerotensor()
+    if x.numel() and freed and x.device.type != "meta":
+        raise RuntimeError(
+            f"{name}: {what} of shape {tuple(x.shape)} has no memory, as after "
+            "`untyped_storage().resize_(0)`"
         )
 
 

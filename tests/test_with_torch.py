@@ -15,6 +15,7 @@ import lowbit_optim
 from protocol import (
     BITS,
     CLASSES,
+    ONE_PER_CLASS,
     all_parameters,
     build,
     identical,
@@ -205,6 +206,82 @@ def test_fake_tensors_are_refused():
         with pytest.raises(RuntimeError, match="FakeTensor, which has no values"):
             lowbit_optim.AdamW8bit([p]).step()
     train(lowbit_optim.AdamW8bit(parameters()), 1)
+
+
+def give_functional(optimizer):
+    for p in all_parameters(optimizer):
+        p.grad = torch._to_functional_tensor(torch.ones_like(p))
+    optimizer.step()
+
+
+def keep_functional(optimizer):
+    train(optimizer, 1)
+    state = optimizer.state[all_parameters(optimizer)[0]]
+    state["step"] = torch._to_functional_tensor(state["step"].clone())
+    optimizer.step()
+
+
+def step_within(transform):
+    """A step whose gradients are those of a function that is transformed."""
+
+    def step(optimizer):
+        def loss(x):
+            for p in all_parameters(optimizer):
+                p.grad = (x + torch.zeros_like(p)).detach()
+            optimizer.step()
+            return x.sum()
+
+        transform(loss)(torch.ones(3, 1) if transform is torch.func.vmap else torch.ones(1))
+
+    return step
+
+
+WITHOUT_MEMORY = {
+    "gradient": give_functional,
+    "state": keep_functional,
+    "functionalize": step_within(torch.func.functionalize),
+    "vmap": step_within(torch.func.vmap),
+    "grad": step_within(torch.func.grad),
+}
+
+
+# One that engines step and one that torch operators do.
+ONE_AND_ONE = pytest.mark.parametrize(
+    "case", [case for case in ONE_PER_CLASS if case.name in ("AdamW", "Cain")],
+    ids=lambda case: case.name,
+)  # fmt: skip
+
+
+@ONE_AND_ONE
+@pytest.mark.parametrize("steps", [0, 1])
+@pytest.mark.parametrize("use", WITHOUT_MEMORY)
+def test_tensors_of_transforms_are_refused(case, steps, use, engine):
+    """They have no address, or that of nothing."""
+    optimizer = train(build(case, 8, parameters()), steps)
+    before = snapshot(optimizer)
+    with pytest.raises(RuntimeError, match=r"of shape .* is a tensor of a transform of torch.func"):
+        WITHOUT_MEMORY[use](optimizer)
+    if use != "state":
+        assert identical(snapshot(optimizer), before)
+        train(optimizer, 1)
+
+
+def test_a_parameter_of_a_transform_is_refused():
+    p = torch.nn.Parameter(torch._to_functional_tensor(torch.ones(300)))
+    p.grad = torch.ones(300)
+    with pytest.raises(
+        RuntimeError, match=r"a parameter of shape \(300,\) is a tensor of a transf"
+    ):
+        lowbit_optim.AdamW8bit([p]).step()
+
+
+@ONE_AND_ONE
+def test_a_state_whose_memory_was_freed_is_refused(case, engine):
+    optimizer = train(build(case, 8, parameters()), 2)
+    (p, _), (key, *_) = all_parameters(optimizer), case.moments
+    optimizer.state[p][key].untyped_storage().resize_(0)
+    with pytest.raises(RuntimeError, match=f"the state '{key}' of shape .* has no memory"):
+        optimizer.step()
 
 
 def test_numbers_of_numpy_do_not_spoil_a_checkpoint():

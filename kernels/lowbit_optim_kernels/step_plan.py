@@ -369,7 +369,10 @@ class StepPlan:
             and all(held[i].stride() == stride for i, stride in before.copied_params.items())
         ):
             return None
-        addresses = addresses_of(gradients)
+        try:
+            addresses = addresses_of(gradients)
+        except RuntimeError:  # of a tensor without a storage, which a new plan refuses
+            return None
         for i in missing:
             addresses[i] = self._addresses[i]
         if addresses == self._addresses:
