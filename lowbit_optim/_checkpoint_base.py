@@ -33,7 +33,7 @@ def _collecting(errors: list[ValueError], where: str) -> Iterator[None]:
 
 
 @contextmanager
-def _steppable() -> Iterator[None]:
+def steppable() -> Iterator[None]:
     """Make tensors that a later step may write, under `torch.inference_mode()`, too."""
     with torch.inference_mode(False), torch.no_grad():
         yield
@@ -102,11 +102,11 @@ class CheckpointBase(StateBase):
         # their shards would leave them waiting.
         with agreeing(params) as its_saved:
             state_dict = _state_dicts.after_hooks(self, state_dict)
-            with _steppable():
+            with steppable():
                 state_dict, groups = self._checked(state_dict)
             found = list(_state_dicts.saved_states(groups, state_dict))
             its_saved.update((one.p, one.state) for one in found)
-        with agreeing(params), _steppable():
+        with agreeing(params), steppable():
             state = self._states_from(found)
             state.update(_state_dicts.other_entries(state_dict))
         self.__setstate__({"state": defaultdict(dict, state), "param_groups": groups})

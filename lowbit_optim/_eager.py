@@ -30,6 +30,7 @@ from lowbit_optim_kernels.weights import RESIDUAL_KEY
 
 from . import _saved_state, _sharding, _tensor_checks
 from ._arguments import documented
+from ._checkpoint_base import steppable
 from ._gathering import GatheredCopies
 from ._optimizer import LowBitOptimizer
 from ._state_layout import TensorSpec
@@ -195,7 +196,8 @@ class EagerOptimizer(LowBitOptimizer):
         parts = [part for index in indices for _, part in self._parts(index)]
         # All that is refused is refused here, before any parameter's state has changed.
         todo = [(p, g, part) for part in parts for p, g, _ in self._checked_gradients(part)]
-        states = {p: self._state_of(p, p, part, self._share(p, part)) for p, _, part in todo}
+        with steppable():
+            states = {p: self._state_of(p, p, part, self._share(p, part)) for p, _, part in todo}
         self.state.update(states)
         found_inf = self._amp_tensor("found_inf")
         # The only value ever read back, and only under a GradScaler, which for most of torch's

@@ -20,7 +20,7 @@ from lowbit_optim_kernels.step_plan import StepPlan, stand_in, too_many
 from lowbit_optim_kernels.weights import RESIDUAL_KEY
 
 from . import _gradients, _sharding
-from ._checkpoint_base import CheckpointBase
+from ._checkpoint_base import CheckpointBase, steppable
 from ._gathering import GatheredCopies
 from ._state_layout import fits
 
@@ -169,6 +169,7 @@ class StepBase(CheckpointBase):
             return False
         return fits(self.state[p], self._stored(p, group, self.state[p]))
 
+    @steppable()
     def _new_plan(
         self, rule: Rule, form: tuple, listed: list[Tensor], groups: list[Mapping[str, Any]],
         kept: set[Tensor],

@@ -123,6 +123,20 @@ def test_a_step_in_inference_mode(case):
 
 @CLASSES
 @pytest.mark.parametrize("engine", ["torch", "numba"])
+def test_a_first_step_in_inference_mode(case, engine):
+    """Its state is stepped outside as well, where torch's optimizers refuse theirs."""
+    with lowbit_optim.use_engine(engine):
+        options = {"percentile_clipping": 50, "master_weight_bits": 24}
+        optimizer, twin = (build(case, 8, parameters(torch.bfloat16), **options) for _ in "ab")
+        for t in range(3):
+            train(twin, 1, first=t)
+            with torch.inference_mode(t == 0):
+                train(optimizer, 1, first=t)
+        assert identical(snapshot(optimizer), snapshot(twin))
+
+
+@CLASSES
+@pytest.mark.parametrize("engine", ["torch", "numba"])
 def test_what_is_loaded_in_inference_mode_is_stepped_outside(case, engine):
     with lowbit_optim.use_engine(engine):
         source, target = build(case, 8, parameters()), build(case, 8, parameters())
