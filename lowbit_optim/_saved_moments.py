@@ -82,20 +82,17 @@ def check_unit(saved: Mapping[str, Any], p: Tensor, unit: Unit, harmless: Harmle
 
     `harmless` says where weights outlast a moment that is not finite.
     """
-    check_shapes(saved, p, unit)
+    check_stored(saved, p, unit)
     for part in unit.parts:
-        value = saved[part.key]
         if part.per_block:
-            require_scales(part.key, value)
-        else:
-            require_dense(part.key, value, REAL if part.dtype is None else (part.dtype,))
+            require_scales(part.key, saved[part.key])
     if unit.format.exact:
         for moment in unit.moments:
             _check_numbers(moment, saved[moment.key].detach(), p, harmless)
 
 
-def check_shapes(saved: Mapping[str, Any], p: Tensor, unit: Unit) -> None:
-    """Raise a ValueError for tensors that are not of the shapes that belong to the parameter's."""
+def check_stored(saved: Mapping[str, Any], p: Tensor, unit: Unit) -> None:
+    """Raise a ValueError for tensors whose shapes, dtypes or layouts are not those of the unit."""
     for part in unit.parts:
         value, wanted = saved[part.key], part.shape(p.shape, unit.format.block)
         if part.per_block:
@@ -111,6 +108,8 @@ def check_shapes(saved: Mapping[str, Any], p: Tensor, unit: Unit) -> None:
         if part.dtype is not None and not part.per_block and value.dtype in REAL:
             scales = ", ".join(other.key for other in unit.parts if other.per_block)
             raise ValueError(f"{part.key!r} is {value.dtype} and its scales {scales} are present")
+        coded = part.dtype is not None and not part.per_block
+        require_dense(part.key, value, (part.dtype,) if coded else REAL)
 
 
 def _scales_of(key: str) -> str:
@@ -160,7 +159,7 @@ def moments_in_format(
     """
     there = saved_units(saved, moments)
     for unit in there:
-        check_shapes(saved, p, unit)
+        check_stored(saved, p, unit)
     formats = {moment: unit.format for unit in there for moment in unit.moments}
     state: dict[str, Tensor] = {}
     numbers: dict[Moment, Tensor] = {}
@@ -186,7 +185,7 @@ def moments_in_format(
 def read_with_error(saved: Mapping[str, Any], p: Tensor, moment: Moment) -> tuple[Tensor, Tensor]:
     """A saved moment's numbers, and how far from them what was rounded to them may have been."""
     (unit,) = saved_units(saved, (moment,))
-    check_shapes(saved, p, unit)
+    check_stored(saved, p, unit)
     stored = list(unit_tensors(saved, p, unit).values())
     (x,) = decoded(stored, p, unit)
     if unit.format.exact:

@@ -71,10 +71,14 @@ def _check_residual(value: Any, p: Tensor) -> None:
     require_dense(RESIDUAL_KEY, value, allowed)
 
 
-def _check_lasting(x: Lasting, value: Any) -> None:
+def _require_lasting(x: Lasting, value: Any) -> None:
     if not isinstance(value, Tensor) or tuple(value.shape) != x.shape:
         raise ValueError(f"{x.key!r} must have shape {x.shape}; got {shape_or_value(value)!r}")
     require_dense(x.key, value)
+
+
+def _check_lasting(x: Lasting, value: Any) -> None:
+    _require_lasting(x, value)
     good = (value >= 0) & value.isfinite()
     if not bool(good.all() or (x.history and (value == x.start).all())):
         raise ValueError(f"{x.key!r} must hold finite numbers >= 0")
@@ -85,7 +89,7 @@ def _residual(saved: Mapping[str, Any], p: Tensor, dtype: torch.dtype) -> Tensor
     value = saved.get(RESIDUAL_KEY)
     if value is None:
         return torch.zeros(p.shape, dtype=dtype, device=p.device)
-    require_shape(repr(RESIDUAL_KEY), value, p.shape)
+    _check_residual(value, p)
     moved = value.detach().to(p.device, copy=True).contiguous()
     return converted(as_integers(moved), dtype)
 
@@ -107,6 +111,7 @@ def state_in_format(
         state[RESIDUAL_KEY] = _residual(saved, p, kept_as.residual)
     for x in dict.fromkeys((*lasting, NORMS)):
         if x.key in saved:
+            _require_lasting(x, saved[x.key])
             dtype = lasting_spec(x, p).dtype
             state[x.key] = saved[x.key].detach().to(p.device, dtype, copy=True)
     state |= kept

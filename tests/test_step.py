@@ -340,3 +340,52 @@ def test_centered_moments_that_are_infinite(name):
             ours.step()
             theirs.step()
     assert torch.equal(p, q)
+
+
+def some_moment(state):
+    return next(key for key in ("exp_avg", "sum", "square_avg", "momentum_buffer") if key in state)
+
+
+REPLACED = {
+    "integers": lambda x: x.to(torch.int64),
+    "booleans": lambda x: x.to(torch.bool),
+    "complex": lambda x: x.to(torch.complex64),
+    "sparse": lambda x: x.to_sparse(),
+    "smaller": lambda x: x.flatten()[:3],
+    "a number": lambda x: 0.5,
+    "None": lambda x: None,
+}
+
+
+@pytest.mark.parametrize("damage", REPLACED)
+@pytest.mark.parametrize("bits", [8, 32])
+@pytest.mark.parametrize("name", ["AdamW", "SGD", "Adagrad"])
+def test_a_moment_that_a_user_replaces_by_what_is_none(name, bits, damage):
+    """Codes in other integers are no codes, as in a checkpoint."""
+    options = {"momentum": 0.9} if name == "SGD" else {}
+    cls = getattr(lowbit_optim, f"{name}{bits}bit")
+    optimizer = train(cls(parameters(), min_8bit_size=1, **options), 2)
+    p, other = all_parameters(optimizer)
+    key = some_moment(optimizer.state[p])
+    optimizer.state[p][key] = REPLACED[damage](optimizer.state[p][key])
+    before = snapshot(optimizer) if damage != "sparse" else None
+    with pytest.raises(ValueError, match=f"does not fit {name}{bits}bit: .*'{key}'"):
+        train(optimizer, 1)
+    assert before is None or identical(snapshot(optimizer), before)
+    del optimizer.state[p]
+    train(optimizer, 1)
+    assert optimizer.state[p]["step"] == 1
+    assert optimizer.state[other]["step"] == 3
+
+
+@pytest.mark.parametrize("key", ["gnorm_vec", "master_residual"])
+@pytest.mark.parametrize("change", [lambda x: x[:3], lambda x: x.to(torch.complex64)])
+def test_what_a_user_replaces_beside_moments(key, change):
+    options = {"percentile_clipping": 50, "master_weight_bits": 24, "min_8bit_size": 1}
+    optimizer = train(lowbit_optim.AdamW8bit(parameters(torch.bfloat16), **options), 1)
+    state = optimizer.state[all_parameters(optimizer)[1]]
+    state[key] = change(state[key])
+    before = snapshot(optimizer)
+    with pytest.raises(ValueError, match=f"does not fit AdamW8bit: '{key}'"):
+        train(optimizer, 1)
+    assert identical(snapshot(optimizer), before)
