@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 from torch import Tensor
@@ -64,7 +64,7 @@ class LARS(TrustOptimizer):
                      = (1, lr tau)    scale_at "update"
                      = (lr tau, 1)    scale_at "lr"
         d = inner (g + wd p)
-        b = d in the first step, else momentum b + (1 - dampening) d
+        b = d in the first step with momentum, else momentum b + (1 - dampening) d
         u = d + momentum b  if nesterov  else  b      (u = d if momentum is 0: no state is kept)
         no trust_coefficient, and ||u|| > max_unorm ||p||, max_unorm > 0:
             outer *= max_unorm ||p|| / ||u||
@@ -151,6 +151,10 @@ class LARS(TrustOptimizer):
         _checks.one_of("scale_at", group["scale_at"], tuple(SCALE_AT))
         _checks.one_of("zero_norm", group["zero_norm"], tuple(ZERO_NORM))
         _checks.one_of("adapt", group["adapt"], tuple(ADAPT))
+
+    def _starts_over(self, made: Collection[str], group: Mapping[str, Any]) -> bool:
+        # A first gradient enters the buffer undamped, as in torch, and the rule knows it by t = 1.
+        return "momentum_buffer" in made and group["dampening"] != 0
 
     def _rule(self, group: Mapping[str, Any]) -> Rule:
         trust = group["trust_coefficient"] is not None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 from torch import Tensor
@@ -20,11 +20,11 @@ from ._variants import fixed_bits
 class SGD(LowBitOptimizer):
     r"""Stochastic gradient descent with momentum, its momentum in 32 or 8 bits.
 
-    With g the gradient and t the tensor's step:
+    With g the gradient:
 
         d = g + weight_decay p
-        b = d                                         t = 1
-        b = momentum b + (1 - dampening) d            t > 1
+        b = d                                         in the tensor's first step with momentum
+        b = momentum b + (1 - dampening) d            in later ones
         u = d + momentum b  if nesterov  else  b      (u = d if momentum is 0: no state is kept)
         p = p - lr u
 
@@ -81,6 +81,10 @@ class SGD(LowBitOptimizer):
     def _validate(self, group: Mapping[str, Any]) -> None:
         super()._validate(group)
         _checks.momentum(group)
+
+    def _starts_over(self, made: Collection[str], group: Mapping[str, Any]) -> bool:
+        # A first gradient enters the buffer undamped, as in torch, and the rule knows it by t = 1.
+        return "momentum_buffer" in made and group["dampening"] != 0
 
     def _rule(self, group: Mapping[str, Any]) -> Rule:
         momentum, cap = group["momentum"] != 0, group["max_unorm"] > 0

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from functools import cache
 from typing import Any, ClassVar
 
@@ -75,6 +75,10 @@ class StateBase(Optimizer):
     def _initial_value(self, key: str, group: Mapping[str, Any]) -> float:
         """The value, not negative, that every element of a new moment has."""
         return 0.0
+
+    def _starts_over(self, made: Collection[str], group: Mapping[str, Any]) -> bool:
+        """Whether a state in which tensors of these keys are new counts its steps from 0 again."""
+        return False
 
     # What follows from it.
 
@@ -313,6 +317,8 @@ class StateBase(Optimizer):
                 for key in missing
                 if key not in kept
             }
+            if self._starts_over(new, group):
+                new["step"] = self._initial_tensor("step", stored["step"], p, group)
             state = {**state, **new}
         if _state_layout.fits(state, stored):
             return state

@@ -245,3 +245,23 @@ def test_percentile_clipping_does_not_record_a_bad_norm(engine, device, bad):
         optimizer.step()
     assert optimizer.state[p]["gnorm_vec"].tolist() == pytest.approx([300.0] * 100)
     assert p[1:].isfinite().all()
+
+
+@pytest.mark.parametrize("name", ["SGD", "LARS"])
+@pytest.mark.parametrize("bits", [8, 32])
+def test_dampened_momentum_that_is_switched_on_and_off_is_torchs(name, bits, engine):
+    """Its first gradient is not dampened, whenever that comes."""
+    tracks = TRACKS[:3]
+    grads = cases.gradients(tracks, 10)
+    walked = []
+    for cls, more in (
+        (getattr(lowbit_optim, f"{name}{bits}bit"), {"max_unorm": 0.0, "min_8bit_size": 10**6}),
+        (torch.optim.SGD, {}),
+    ):
+        params = cases.as_params(cases.starts(tracks), torch.float32)
+        optimizer = cls(params, lr=0.1, dampening=0.4, **more)
+        for start, momentum in ((0, 0.0), (3, 0.9), (6, 0.0), (8, 0.5)):
+            optimizer.param_groups[0]["momentum"] = momentum
+            cases.walk(optimizer, params, grads[start : start + 2], [0.1, 0.2])
+        walked.append(params)
+    assert max(map(cases.distance, *walked)) < 1e-6
