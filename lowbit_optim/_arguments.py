@@ -29,7 +29,7 @@ Args:
         these arguments where present.
     min_8bit_size: tensors with fewer elements keep 32-bit state.
     percentile_clipping: clip the gradient's norm to this percentile (0..100) of the last 100 steps'
-        norms; 100 is off.
+        norms, all of which are at first the first one that is not 0; 100 is off.
     block_wise: as in bitsandbytes; state is blockwise either way, and False only warns.
     is_paged: as in bitsandbytes; nothing is paged here, and True warns.
     max_unorm: cap ||u|| at max_unorm ||p||; 0 is off.

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping
-from itertools import chain
 from typing import Any, overload
 
 import torch
@@ -60,7 +59,7 @@ class LowBitOptimizer(StepBase):
         self._check_initial_settings(defaults)
         self._reset_caches()
         super().__init__(params, defaults)
-        self.defaults = self._arguments_among(defaults)
+        self._set_defaults(defaults)
 
     @property
     def _step_supports_amp_scaling(self) -> bool:
@@ -91,16 +90,17 @@ class LowBitOptimizer(StepBase):
             added["cautious"] = False
         self._require_own_state(state, added)
         super().__setstate__(state)
-        self.defaults = self._arguments_among({**added, **self.defaults})
+        self._set_defaults({**added, **self.defaults})
         self._reset_caches()
         for index, group in enumerate(self.param_groups):
             for key, value in added.items():
                 group.setdefault(key, value)
             self._settings.remember(index, group)
 
-    def _arguments_among(self, settings: Mapping[str, Any]) -> dict[str, Any]:
-        """Settings that the constructor takes, with which another optimizer can be made."""
-        return {key: value for key, value in settings.items() if key not in self.FIXED}
+    def _set_defaults(self, settings: Mapping[str, Any]) -> None:
+        """Make those `defaults` that the constructor takes; every group must have all settings."""
+        self._needed = frozenset((*settings, *self.FIXED))
+        self.defaults = {key: value for key, value in settings.items() if key not in self.FIXED}
 
     def _require_own_state(self, state: Mapping[str, Any], added: Mapping[str, Any]) -> None:
         """Refuse what another optimizer's `__getstate__` gave; settings may lack what was added."""
@@ -146,8 +146,8 @@ class LowBitOptimizer(StepBase):
         return self._moments(self._settings_of(index))
 
     def _settings_of(self, index: int) -> Mapping[str, Any]:
-        group, needed = self.param_groups[index], chain(self.defaults, self.FIXED)
-        return self._settings.resolved_for(index, group, needed, self._check_settings)
+        group = self.param_groups[index]
+        return self._settings.resolved_for(index, group, self._needed, self._check_settings)
 
     # torch.optim.Optimizer's protocol.
 

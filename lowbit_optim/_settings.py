@@ -121,7 +121,7 @@ def _may_change(value: Any) -> bool:
 
 def _require(index: int, group: Mapping[str, Any], needed: Iterable[str]) -> None:
     """Refuse a group without these settings, as one that was put into the list by hand."""
-    lacking = [key for key in needed if key not in group]
+    lacking = sorted(key for key in needed if key not in group)
     if lacking:
         raise ValueError(
             f"parameter group {index} must have every setting of the optimizer, and lacks "

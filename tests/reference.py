@@ -13,13 +13,13 @@ import torch
 
 
 def _clipped(g, state, t, percentile):
-    """Scale g so that its norm is at most the given percentile of the last 100.
+    """Scale g so that its norm is at most the given percentile of the last 100, from one not 0 on.
 
     The window is fp32 in every precision, and a norm is compared as it is recorded.
     """
-    if percentile >= 100:
-        return g
     square = float(np.float32((g * g).sum()))
+    if percentile >= 100 or (not square and "gnorm_vec" not in state):
+        return g
     window = state.setdefault("gnorm_vec", [square] * 100)
     window[t % 100] = square
     limit, norm = math.sqrt(sorted(window)[percentile]), math.sqrt(square)

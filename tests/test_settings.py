@@ -225,6 +225,12 @@ def test_a_group_that_lacks_a_setting(case, steps):
     train(optimizer, 1)
 
 
+def test_a_wrapper_may_put_settings_of_its_own_among_the_defaults():
+    optimizer = ADAMW(parameters())
+    optimizer.defaults["every"] = 5
+    train(optimizer, 1)
+
+
 @pytest.mark.parametrize("name", ["Eve", "RMSprop", "LARS", "AdEMAMix"])
 def test_numpy_rates_on_the_torch_engine(name):
     """Whose scalar arithmetic NumPy's numbers would take over."""

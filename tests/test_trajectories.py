@@ -247,6 +247,22 @@ def test_percentile_clipping_does_not_record_a_bad_norm(engine, device, bad):
     assert p[1:].isfinite().all()
 
 
+def test_percentile_clipping_begins_with_the_first_gradient_that_is_not_zero(engine, device):
+    """LoRA's A has gradients of 0 while B is 0, which must not hold back those that follow."""
+    p = torch.nn.Parameter(torch.zeros(300, device=device))
+    optimizer = lowbit_optim.SGD32bit([p], lr=1.0, percentile_clipping=5)
+    moved = []
+    for size in (0.0, -0.0, 2.0, 0.0, 3.0):
+        p.grad = torch.full_like(p, size)
+        before = p.detach().clone()
+        optimizer.step()
+        moved.append((before - p.detach()).mean().item())
+    assert moved == pytest.approx([0.0, 0.0, 2.0, 0.0, 2.0])
+    expected = [1200.0] * 100
+    expected[4], expected[5] = 0.0, 2700.0
+    assert optimizer.state[p]["gnorm_vec"].tolist() == pytest.approx(expected)
+
+
 @pytest.mark.parametrize("name", ["SGD", "LARS"])
 @pytest.mark.parametrize("bits", [8, 32])
 def test_dampened_momentum_that_is_switched_on_and_off_is_torchs(name, bits, engine):

@@ -56,10 +56,10 @@ def recorded(
 ) -> Tensor:
     """See `rules.Lasting`; a history for each element of x."""
     history = torch.stack(list(histories))
-    index = torch.remainder(step, HISTORY).to(torch.int64)
-    here = torch.arange(HISTORY, device=x.device) == index[:, None]
-    ok = x.isfinite() & live
-    record = ok[:, None] & (here | (history[:, :1] < 0))  # a fresh history is negative throughout
+    here = torch.arange(HISTORY, device=x.device) == torch.remainder(step, HISTORY)[:, None]
+    fresh = history[:, 0] < 0  # and so throughout
+    ok = x.isfinite() & live & ((x > 0) | ~fresh)
+    record = ok[:, None] & (here | fresh[:, None])
     history = torch.where(record, x[:, None].to(history.dtype), history)
     torch._foreach_copy_(list(histories), list(history.unbind()))
     return torch.where(ok, history.sort(dim=1).values[:, int(rank)].to(x.dtype), torch.inf)

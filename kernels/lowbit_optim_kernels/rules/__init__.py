@@ -131,9 +131,9 @@ class Lasting:
             `devices.scalar_dtype`, and what a function gives under its key is kept when the step
             is finished.
 
-    `recorded(history, step, x, rank, live)` puts x into its place, or everywhere at first, and is
-    the number of this rank, from 0, in order of size. It is infinite, and nothing is recorded, when
-    x is not finite or the step does not count.
+    `recorded(history, step, x, rank, live)` puts x >= 0 into its place, or everywhere at first, and
+    is the number of this rank, from 0, in order of size. It is infinite, and nothing is recorded,
+    when x is not finite, the step does not count, or a first x is 0: which tells nothing of size.
     """
 
     key: str

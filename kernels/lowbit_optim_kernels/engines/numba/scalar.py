@@ -57,10 +57,10 @@ def count_step(address, live):
 @inner
 def recorded(history, step, x, rank, live):
     """See `rules.Lasting`; the history is an address."""
-    if not (live and math.isfinite(x)):
+    fresh = read_f32(history) < 0.0
+    if not (live and math.isfinite(x)) or (fresh and x == 0.0):
         return math.inf
     place = int(step) % HISTORY
-    fresh = read_f32(history) < 0.0
     seen = stack(_SEEN)  # in order of size
     for k in range(HISTORY):
         if fresh or k == place:

@@ -178,7 +178,6 @@ def single(x):
 @triton.jit
 def recorded(history, step, x, rank, live):
     """See `rules.Lasting`, for a tensor at a time: all arguments are of shape (1,)."""
-    good = tl.where((live != 0.0) & (tl.abs(x) < float("inf")), 1, 0)  # 0 for NaN too
     lane = tl.arange(0, 128)
     used = lane < HISTORY
     at = history.to(tl.pointer_type(tl.float32)) + lane
@@ -186,6 +185,8 @@ def recorded(history, step, x, rank, live):
     # A fresh history is filled throughout. (Its first number is read out of `seen`: another warp
     # may have stored there by the time that this one would load it.)
     one_place = tl.where(tl.sum(tl.where(lane == 0, seen, 0.0), 0) < 0.0, 0, 1)
+    good = tl.where((live != 0.0) & (tl.abs(x) < float("inf")), 1, 0)  # 0 for NaN too
+    good = tl.where(x > 0.0, good, good * one_place)
     place = (step.to(tl.int64) % HISTORY).to(tl.int32)
     here = used & ((lane - place) * one_place == 0) & (lane * 0 + good == 1)
     seen = tl.where(here, x.to(tl.float32), seen)
