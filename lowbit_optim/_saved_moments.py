@@ -58,11 +58,24 @@ def keys_of(moments: Moments, format: Format) -> set[str]:
     return {part.key for part in parts_of(moments, format)}
 
 
+def keys_of_present(saved: Mapping[str, Any], moments: Moments, format: Format) -> set[str]:
+    """The keys that the moments which saved state has get in a format.
+
+    Raises:
+        ValueError: if there are some that the format keeps in one tensor with others.
+    """
+    there = present_moments(saved, moments)
+    if there and format.refusal(there) is not None:
+        raise missing(next(m.key for m in moments if m not in there), saved)
+    return keys_of(there, format)
+
+
 def saved_units(saved: Mapping[str, Any], moments: Moments) -> tuple[Unit, ...]:
     """The units of these moments in saved state: in one format, or each in one of its own.
 
     Raises:
-        ValueError: if tensors of a moment are missing, or there are more than its format has.
+        ValueError: if tensors of a moment are missing, or there are more than its format has, or it
+            is coded relative to one that is not coded with it.
     """
     each = [_format_of(saved, (moment,)) for moment in moments]
     if None in each:  # formats may keep moments in tensors that tell none of them apart
@@ -74,6 +87,15 @@ def saved_units(saved: Mapping[str, Any], moments: Moments) -> tuple[Unit, ...]:
     for moment, format in zip(moments, each, strict=True):
         if format is not None:
             of_format.setdefault(format, []).append(moment)
+    keys = {moment.key for moment in moments}
+    for format, some in of_format.items():
+        beside = keys - {moment.key for moment in some}
+        for moment in some:
+            if format.relative and moment.partner in beside:
+                raise ValueError(
+                    f"{moment.key!r} has codes of {format.name!r}, which are relative to those of "
+                    f"{moment.partner!r}, and this is stored otherwise; give both as numbers"
+                )
     return tuple(unit for format, some in of_format.items() for unit in units(tuple(some), format))
 
 
@@ -107,7 +129,11 @@ def check_stored(saved: Mapping[str, Any], p: Tensor, unit: Unit) -> None:
             )
         if part.dtype is not None and not part.per_block and value.dtype in REAL:
             scales = ", ".join(other.key for other in unit.parts if other.per_block)
-            raise ValueError(f"{part.key!r} is {value.dtype} and its scales {scales} are present")
+            raise ValueError(
+                f"{part.key!r} is {value.dtype} and its scales {scales} are present; numbers are "
+                f"given without scales, and codes as {part.dtype}, to which this optimizer's "
+                "load_state_dict keeps them and torch.optim.Optimizer's does not"
+            )
         coded = part.dtype is not None and not part.per_block
         require_dense(part.key, value, (part.dtype,) if coded else REAL)
 
@@ -165,6 +191,8 @@ def moments_in_format(
     numbers: dict[Moment, Tensor] = {}
     for wanted in units(moments, format):
         same = tuple(m for m in wanted.moments if formats[m] is wanted.format)
+        if wanted.format.relative and len(same) < len(wanted.moments):
+            same = ()
         for unit in units(same, wanted.format):
             state.update(unit_tensors(saved, p, unit))
         other = tuple(m for m in wanted.moments if m not in same)

@@ -308,10 +308,13 @@ class StateBase(Optimizer):
         """A new state, made of one that is not as wanted."""
         if RESIDUAL_KEY not in stored:
             state = {key: x for key, x in state.items() if key != RESIDUAL_KEY}
+        where = f"the state of a parameter of shape {tuple(p.shape)} does not fit "
+        where += type(self).__name__
         missing = [key for key in stored if key not in state]
         if missing:
-            known = _saved_moments.present_moments(state, self._moments(group))
-            kept = _saved_moments.keys_of(known, self._format(p, group))
+            moments, format = self._moments(group), self._format(p, group)
+            with _state_dicts.refusing(where):
+                kept = _saved_moments.keys_of_present(state, moments, format)
             new = {
                 key: self._initial_tensor(key, stored[key], p, group)
                 for key in missing
@@ -322,8 +325,7 @@ class StateBase(Optimizer):
             state = {**state, **new}
         if _state_layout.fits(state, stored):
             return state
-        where = f"the state of a parameter of shape {tuple(p.shape)} does not fit "
-        with _state_dicts.refusing(f"{where}{type(self).__name__}"):
+        with _state_dicts.refusing(where):
             return self._state_for_settings(state, p, group)
 
 

@@ -1,4 +1,4 @@
-"""Checkpoints of runs that met a gradient which is not finite."""
+"""Moments after a gradient that is not finite, in checkpoints, and such as users set."""
 
 import math
 
@@ -82,3 +82,77 @@ def test_a_positive_square_has_no_code_of_zero(dither, engine, device):
     p.grad[5] = 1e8
     optimizer.step()
     assert (optimizer.state[p]["exp_avg_sq"] > 0).all()
+
+
+# Moments that a user sets between steps: numbers under their keys, without scales.
+
+
+def with_numbers(name, state_format, keys, value=0.125):
+    """An optimizer after a step, and its parameter, whose moments of these keys are set."""
+    p = torch.nn.Parameter(torch.ones(20, 100))
+    options = {"momentum": 0.9} if name == "SGD" else {"weight_decay": 0.0}
+    optimizer = getattr(lowbit_optim, name)(
+        [p], lr=0.01, state_format=state_format, min_8bit_size=1, **options
+    )
+    train(optimizer, 1)
+    state = optimizer.state[p]
+    for key in keys:
+        for old in (f"{key}_absmax", f"{key}_scale", f"{key}_and_sq"):
+            state.pop(old, None)
+        state[key] = torch.full_like(p, value)
+    return optimizer, p
+
+
+@pytest.mark.parametrize("state_format", ["float32", "dynamic8", "ratio8"])
+@pytest.mark.parametrize(
+    ("name", "key", "value"),
+    [
+        ("SGD", "momentum_buffer", 0.125),
+        ("AdamW", "exp_avg", 0.0),
+        ("AdEMAMix", "exp_avg_slow", 0.0),
+    ],
+)
+def test_a_moment_that_is_set_by_numbers_is_coded(name, key, value, state_format):
+    optimizer, p = with_numbers(name, state_format, (key,), value)
+    twin, q = with_numbers(name, "float32", (key,), value)
+    p.grad, q.grad = torch.ones_like(p), torch.ones_like(p)
+    optimizer.step()
+    twin.step()
+    assert (p - q).abs().max() <= 1e-3
+    assert optimizer.state[p][key].dtype == (
+        torch.float32 if state_format == "float32" else torch.uint8
+    )
+    train(optimizer, 1)
+
+
+def test_both_moments_of_one_byte_are_set_by_numbers():
+    optimizer, p = with_numbers("AdamW", "ratio4", ("exp_avg", "exp_avg_sq"))
+    train(optimizer, 1)
+    assert "exp_avg_and_sq" in optimizer.state[p]
+    assert "exp_avg" not in optimizer.state[p]
+
+
+@pytest.mark.parametrize(
+    ("name", "state_format", "keys", "reason"),
+    [
+        ("AdamW", "ratio8", ("exp_avg_sq",), "'exp_avg' has codes of 'ratio8', which are relative"),
+        ("AdEMAMix", "ratio8", ("exp_avg", "exp_avg_sq"), "'exp_avg_slow' has codes of 'ratio8'"),
+        ("AdamW", "ratio4", ("exp_avg",), "it has no 'exp_avg_sq'"),
+        ("AdamW", "ratio4", ("exp_avg_sq",), "it has no 'exp_avg'"),
+    ],
+)
+def test_a_moment_that_others_are_relative_to_is_not_set_alone(name, state_format, keys, reason):
+    optimizer, p = with_numbers(name, state_format, keys)
+    before = p.detach().clone()
+    with pytest.raises(ValueError, match=f"does not fit {name}: {reason}"):
+        train(optimizer, 1)
+    assert torch.equal(p, before)
+    assert optimizer.state[p]["step"] == 1
+
+
+def test_numbers_beside_the_scales_of_codes_are_refused_with_the_cure():
+    """As torch.optim.Optimizer.load_state_dict leaves codes, which it casts."""
+    optimizer, p = with_numbers("SGD", "dynamic8", ())
+    optimizer.state[p]["momentum_buffer"] = torch.zeros_like(p)
+    with pytest.raises(ValueError, match="numbers are given without scales, and codes as torch"):
+        train(optimizer, 1)

@@ -62,6 +62,8 @@ class Format(ABC):
         block: elements that share a scale.
         dithers: whether `encode` and the engines' code can round by random bits.
         dithers_all: whether averages are dithered that are not slow, too: codes are that coarse.
+        relative: whether a moment that has a partner is coded relative to it, so that none of the
+            two is read or written without the other.
         numba, triton: modules with the engines' code, imported when an engine first needs them; see
             docs/adding_a_format.md for what they have.
     """
@@ -73,6 +75,7 @@ class Format(ABC):
     block: int = BLOCK
     dithers: bool = False
     dithers_all: bool = False
+    relative: bool = False
 
     def for_moments(self, moments: Sequence[Moment]) -> Format:
         """The format that these moments of a rule are kept in where this one is asked for."""

@@ -118,6 +118,7 @@ class Ratio8(Format):
     bits: int = 8
     block: int = BLOCK
     dithers: bool = True
+    relative: bool = True
     numba: str = "lowbit_optim_kernels.formats.ratio.numba"
     triton: str = "lowbit_optim_kernels.formats.ratio.triton"
 
@@ -180,6 +181,7 @@ class Ratio4(Format):
     bits: int = 4
     block: int = BLOCK
     dithers: bool = True
+    relative: bool = True
     dithers_all: bool = True
     numba: str = "lowbit_optim_kernels.formats.ratio.numba"
     triton: str = "lowbit_optim_kernels.formats.ratio.triton4"
