@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from torch import Tensor
@@ -103,6 +103,7 @@ class LARS(TrustOptimizer):
     """
 
     family = "LARS"
+    UNDAMPED = "momentum_buffer"
     step_required = False
     HYPER = ("momentum", "dampening", "weight_decay", "eps")
     OF_TRUST = ("eps", "trust_clip", "zero_norm", "adapt", "weight_norm_bounds")
@@ -151,10 +152,6 @@ class LARS(TrustOptimizer):
         _checks.one_of("scale_at", group["scale_at"], tuple(SCALE_AT))
         _checks.one_of("zero_norm", group["zero_norm"], tuple(ZERO_NORM))
         _checks.one_of("adapt", group["adapt"], tuple(ADAPT))
-
-    def _starts_over(self, made: Collection[str], group: Mapping[str, Any]) -> bool:
-        # A first gradient enters the buffer undamped, as in torch, and the rule knows it by t = 1.
-        return "momentum_buffer" in made and group["dampening"] != 0
 
     def _rule(self, group: Mapping[str, Any]) -> Rule:
         trust = group["trust_coefficient"] is not None

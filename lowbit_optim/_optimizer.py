@@ -79,7 +79,8 @@ class LowBitOptimizer(StepBase):
 
     def __getstate__(self) -> dict[str, Any]:
         said = {} if self._unscales is None else {"_unscales": self._unscales}
-        return {**super().__getstate__(), **said}
+        own = {"family": self.family, "_needed": self._needed}
+        return {**super().__getstate__(), **own, **said}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         # What earlier versions had not, and what it was in effect.
@@ -89,7 +90,7 @@ class LowBitOptimizer(StepBase):
         if "cautious" in inspect.signature(type(self)).parameters:
             added["cautious"] = False
         self._require_own_state(state, added)
-        super().__setstate__(state)
+        super().__setstate__({key: value for key, value in state.items() if key != "family"})
         self._set_defaults({**added, **self.defaults})
         self._reset_caches()
         for index, group in enumerate(self.param_groups):
@@ -98,8 +99,11 @@ class LowBitOptimizer(StepBase):
             self._settings.remember(index, group)
 
     def _set_defaults(self, settings: Mapping[str, Any]) -> None:
-        """Make those `defaults` that the constructor takes; every group must have all settings."""
-        self._needed = frozenset((*settings, *self.FIXED))
+        """Make those `defaults` that the constructor takes; every group must have all settings.
+
+        What a wrapper puts among the defaults later, no group needs.
+        """
+        self._needed = getattr(self, "_needed", None) or frozenset((*settings, *self.FIXED))
         self.defaults = {key: value for key, value in settings.items() if key not in self.FIXED}
 
     def _require_own_state(self, state: Mapping[str, Any], added: Mapping[str, Any]) -> None:
@@ -108,11 +112,14 @@ class LowBitOptimizer(StepBase):
         lacking = needed - set(state.get("defaults", needed))
         if any("optim_bits" not in group for group in state.get("param_groups", ())):
             lacking.add("optim_bits")
-        if lacking:
+        family = state.get("family", self.family)
+        if lacking or family != self.family:
+            found = (
+                f"lacks {', '.join(map(repr, sorted(lacking)))}" if lacking else f"is {family}'s"
+            )
             raise ValueError(
                 f"{type(self).__name__}.__setstate__ takes a state with its own settings, and this "
-                f"one lacks {', '.join(map(repr, sorted(lacking)))}; from another optimizer "
-                "take load_state_dict(other.state_dict())"
+                f"one {found}; from another optimizer take load_state_dict(other.state_dict())"
             )
 
     def _reset_caches(self) -> None:
@@ -166,8 +173,12 @@ class LowBitOptimizer(StepBase):
             if "params" not in param_group:
                 raise ValueError(f"a parameter group must have 'params', got {list(param_group)}")
             given = {**self.FIXED, **param_group}
-            settings = {key: value for key, value in given.items() if key != "params"}
-            settings = _settings.with_storage(plain(settings), self.defaults)
+            settings = {
+                key: plain(value) if key in self.defaults else value
+                for key, value in given.items()
+                if key != "params"
+            }
+            settings = _settings.with_storage(settings, self.defaults)
             self._check_initial_settings({**self.defaults, **settings})
             param_group.update(settings)
         super().add_param_group(param_group)

@@ -127,14 +127,14 @@ def check_stored(saved: Mapping[str, Any], p: Tensor, unit: Unit) -> None:
                 f"{part.key!r} is {value.dtype} and its scales {_scales_of(part.key)} are missing; "
                 f"state formats that are known here: {', '.join(FORMATS)}"
             )
-        if part.dtype is not None and not part.per_block and value.dtype in REAL:
+        coded = part.dtype is not None and not part.per_block
+        if coded and value.dtype in REAL:
             scales = ", ".join(other.key for other in unit.parts if other.per_block)
             raise ValueError(
                 f"{part.key!r} is {value.dtype} and its scales {scales} are present; numbers are "
                 f"given without scales, and codes as {part.dtype}, to which this optimizer's "
                 "load_state_dict keeps them and torch.optim.Optimizer's does not"
             )
-        coded = part.dtype is not None and not part.per_block
         require_dense(part.key, value, (part.dtype,) if coded else REAL)
 
 

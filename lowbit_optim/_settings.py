@@ -7,7 +7,7 @@ tensors on an accelerator, which are not read back.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, MutableSequence, Sequence
+from collections.abc import Callable, Mapping, MutableSequence, Sequence, Set
 from operator import is_
 from typing import Any
 
@@ -26,6 +26,7 @@ PREVIOUS_NORM = "previous_gradient_norm"
 NO_SETTINGS = ("params", PREVIOUS_NORM)
 # Settings that every group has, whether or not the class has arguments for them.
 COMMON_DEFAULTS = {"state_format": None, "dither": True, "seed": 0, "master_weight_bits": "auto"}
+_STORAGE = frozenset(("optim_bits", "state_format"))
 _PLAIN_TYPES = (float, int, bool, str, type(None))
 
 
@@ -119,19 +120,20 @@ def _may_change(value: Any) -> bool:
     return isinstance(value, (Tensor, MutableSequence, dict, np.ndarray))
 
 
-def _require(index: int, group: Mapping[str, Any], needed: Iterable[str]) -> None:
+def _require(index: int, group: Mapping[str, Any], needed: Set[str]) -> None:
     """Refuse a group without these settings, as one that was put into the list by hand."""
-    lacking = sorted(key for key in needed if key not in group)
+    lacking = needed - group.keys()
     if lacking:
         raise ValueError(
             f"parameter group {index} must have every setting of the optimizer, and lacks "
-            f"{', '.join(map(repr, lacking))}; add_param_group gives a group those that it has not"
+            f"{', '.join(map(repr, sorted(lacking)))}; add_param_group gives a group those that it "
+            "has not"
         )
 
 
 def _storage(index: int, group: Mapping[str, Any]) -> dict[str, Any]:
     """The settings of a group that say which format its moments are in."""
-    _require(index, group, ("optim_bits", "state_format"))
+    _require(index, group, _STORAGE)
     stored = {key: as_number(group[key]) for key in ("optim_bits", "state_format")}
     _checks.optim_bits(stored["optim_bits"])
     return stored
@@ -166,7 +168,7 @@ class Settings:
         self._stored_as[index] = agreed
 
     def resolved_for(
-        self, index: int, group: dict[str, Any], needed: Iterable[str], validate: Validate
+        self, index: int, group: dict[str, Any], needed: Set[str], validate: Validate
     ) -> Mapping[str, Any]:
         """The settings of the group at this index.
 

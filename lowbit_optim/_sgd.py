@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from torch import Tensor
@@ -46,6 +46,7 @@ class SGD(LowBitOptimizer):
     """
 
     family = "SGD"
+    UNDAMPED = "momentum_buffer"
     HYPER = ("momentum", "dampening", "weight_decay")
     step_required = False
 
@@ -81,10 +82,6 @@ class SGD(LowBitOptimizer):
     def _validate(self, group: Mapping[str, Any]) -> None:
         super()._validate(group)
         _checks.momentum(group)
-
-    def _starts_over(self, made: Collection[str], group: Mapping[str, Any]) -> bool:
-        # A first gradient enters the buffer undamped, as in torch, and the rule knows it by t = 1.
-        return "momentum_buffer" in made and group["dampening"] != 0
 
     def _rule(self, group: Mapping[str, Any]) -> Rule:
         momentum, cap = group["momentum"] != 0, group["max_unorm"] > 0

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from functools import cache
 from typing import Any, ClassVar
 
@@ -13,8 +13,8 @@ from torch.optim import Optimizer
 from lowbit_optim_kernels.devices import refuse_capture
 from lowbit_optim_kernels.formats import Format
 from lowbit_optim_kernels.formats.float32 import FLOAT32
-from lowbit_optim_kernels.rules import SQUARE, Lasting, Moment, Rule
-from lowbit_optim_kernels.rules.shared import with_clipping, with_dither
+from lowbit_optim_kernels.rules import HISTORY, SQUARE, Lasting, Moment, Rule
+from lowbit_optim_kernels.rules.shared import NORMS, with_clipping, with_dither
 from lowbit_optim_kernels.weights import RESIDUAL_KEY, Weights
 
 from . import (
@@ -50,6 +50,7 @@ class StateBase(Optimizer):
     HYPER: ClassVar[tuple[str, ...]] = ()  # settings that the rule reads by their own names
     BETAS: ClassVar[int] = 2  # how many `betas` there are, which it reads as beta1, beta2, ...
     FIXED: ClassVar[Mapping[str, Any]] = {}  # settings that every group has from no argument
+    UNDAMPED: ClassVar[str] = ""  # the moment that a first gradient, of step 1, enters undamped
 
     def _validate(self, group: Mapping[str, Any]) -> None:
         """Raise for settings that no step can run with; `group` has them all, resolved."""
@@ -75,10 +76,6 @@ class StateBase(Optimizer):
     def _initial_value(self, key: str, group: Mapping[str, Any]) -> float:
         """The value, not negative, that every element of a new moment has."""
         return 0.0
-
-    def _starts_over(self, made: Collection[str], group: Mapping[str, Any]) -> bool:
-        """Whether a state in which tensors of these keys are new counts its steps from 0 again."""
-        return False
 
     # What follows from it.
 
@@ -320,13 +317,27 @@ class StateBase(Optimizer):
                 for key in missing
                 if key not in kept
             }
-            if self._starts_over(new, group):
-                new["step"] = self._initial_tensor("step", stored["step"], p, group)
+            if self.UNDAMPED in new and group["dampening"] != 0 and "step" in state:
+                new |= _starting_over(state)
             state = {**state, **new}
         if _state_layout.fits(state, stored):
             return state
         with _state_dicts.refusing(where):
             return self._state_for_settings(state, p, group)
+
+
+def _starting_over(state: Mapping[str, Any]) -> dict[str, Tensor]:
+    """The tensors that a state has instead if its steps are counted from 0 again.
+
+    The history of percentile clipping goes on: the places for later steps follow the newest norm.
+    """
+    step = state["step"]
+    changed = {"step": torch.zeros_like(step)}
+    if NORMS.key in state:
+        history = state[NORMS.key]
+        places = torch.arange(HISTORY, device=history.device) + step.to(torch.int64)
+        changed[NORMS.key] = history[places % HISTORY]
+    return changed
 
 
 def _is_slow(moment: Moment, hyper: Mapping[str, float | Tensor]) -> bool:

@@ -4,6 +4,7 @@ What is refused is refused in `step`, before anything has changed, as in `load_s
 """
 
 import copy
+import pickle
 import warnings
 from typing import Any, NamedTuple
 
@@ -229,6 +230,11 @@ def test_a_wrapper_may_put_settings_of_its_own_among_the_defaults():
     optimizer = ADAMW(parameters())
     optimizer.defaults["every"] = 5
     train(optimizer, 1)
+    optimizer.load_state_dict(optimizer.state_dict())
+    train(optimizer, 1)
+    for other in (copy.deepcopy(optimizer), pickle.loads(pickle.dumps(optimizer))):
+        train(other, 1)
+        assert other.defaults["every"] == 5
 
 
 @pytest.mark.parametrize("name", ["Eve", "RMSprop", "LARS", "AdEMAMix"])
@@ -318,6 +324,9 @@ def test_named_tuples_are_saved_as_tuples(second):
     later = ADAMW(parameters())
     later.param_groups[0]["betas"] = Betas(0.5, second)
     train(later, 1)
+    noted = Betas(1, "of the user's")
+    constructed.add_param_group({"params": parameters(seed=1), "noted": noted})
+    assert constructed.param_groups[1]["noted"] is noted
     for optimizer in (constructed, copy.deepcopy(constructed), later):
         betas = saved_and_loaded(optimizer.state_dict())["param_groups"][0]["betas"]
         assert (type(betas), betas) == (tuple, (0.5, second))

@@ -321,7 +321,11 @@ def test_what_an_earlier_version_wrote_has_no_such_setting(case):
     unpickled.add_param_group({"params": parameters(seed=1)})
 
 
-@pytest.mark.parametrize("source", [torch.optim.AdamW, torch.optim.SGD, lowbit_optim.Lion8bit])
+@pytest.mark.parametrize(
+    "source",
+    [torch.optim.AdamW, torch.optim.SGD, lowbit_optim.Lion8bit, lowbit_optim.Adam8bit,
+     lowbit_optim.LAMB8bit],
+)  # fmt: skip
 def test_what_another_optimizer_pickles_is_refused(source):
     """`load_state_dict` is where the states of others are converted, or refused by their family."""
     target = train(lowbit_optim.AdamW8bit(parameters(seed=1)), 1)

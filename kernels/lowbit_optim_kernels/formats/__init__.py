@@ -34,8 +34,9 @@ class Part:
         dtype: its dtype; None for the one that the parameter's step is computed in.
         per_block: whether it has a number a block (of shape `Layout.scales_shape`), not one an
             element (of the parameter's shape).
-        dithered: whether it is a bf16 scale that is dithered if its moment is. The parts per block
-            are then one a moment, in order.
+        dithered: whether it is a bf16 scale that is dithered if its moment is: by `encode` and the
+            format's Numba functions, and for its Triton functions by the engine. The parts per
+            block are then one a moment, in order.
     """
 
     key: str
