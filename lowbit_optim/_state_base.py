@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 from lowbit_optim_kernels.devices import refuse_capture
 from lowbit_optim_kernels.formats import Format
 from lowbit_optim_kernels.formats.float32 import FLOAT32
-from lowbit_optim_kernels.rules import HISTORY, SQUARE, Lasting, Moment, Rule
+from lowbit_optim_kernels.rules import HISTORY, SIGN, SQUARE, Lasting, Moment, Rule
 from lowbit_optim_kernels.rules.shared import NORMS, with_clipping, with_dither
 from lowbit_optim_kernels.weights import RESIDUAL_KEY, Weights
 
@@ -30,7 +30,9 @@ from ._saved_moments import HarmlessMask
 from ._sharding import Share
 from ._state_layout import TensorSpec
 
-SLOW = 0.99  # an average with a larger coefficient may change by less than a code in a step
+# An average with a larger coefficient may change by less than a code in a step. Where its sign alone
+# counts, a small number that becomes 0 is worse than a large one that stays.
+SLOW, SLOW_SIGN = 0.9, 0.99
 
 
 class StateBase(Optimizer):
@@ -348,4 +350,5 @@ def _is_slow(moment: Moment, hyper: Mapping[str, float | Tensor]) -> bool:
     if moment.decay is None:
         return False
     coefficient = hyper[moment.decay]
-    return isinstance(coefficient, Tensor) or coefficient > SLOW
+    limit = SLOW_SIGN if moment.role == SIGN else SLOW
+    return isinstance(coefficient, Tensor) or coefficient > limit

@@ -80,7 +80,10 @@ def test_a_slow_average_is_twice_as_exact_in_ratio8():
 @pytest.mark.parametrize(
     ("name", "options"),
     [
-        ("SGD", {"momentum": 0.995}),
+        ("SGD", {"momentum": 0.95}),
+        ("SGD", {"momentum": 0.99}),
+        ("AdamW", {"betas": (0.95, 0.999), "weight_decay": 0.0}),
+        ("AdamW", {"betas": (0.99, 0.999), "weight_decay": 0.0}),
         ("SGD", {"momentum": 0.999}),
         ("AdamW", {"betas": (0.999, 0.999), "weight_decay": 0.0}),
         ("AdEMAMix", {"weight_decay": 0.0}),
@@ -89,7 +92,7 @@ def test_a_slow_average_is_twice_as_exact_in_ratio8():
 )
 @FORMATS8
 def test_a_slow_average_of_constant_gradients_grows(name, options, state_format):
-    """By less than a 16-bit scale has room for in a step."""
+    """By less than a code, or than a 16-bit scale has room for, in a step."""
     count = 3000
     gradient = torch.randn(8, 128, generator=torch.Generator().manual_seed(4))
     moved = []
