@@ -30,8 +30,8 @@ from ._saved_moments import HarmlessMask
 from ._sharding import Share
 from ._state_layout import TensorSpec
 
-# An average with a larger coefficient may change by less than a code in a step. Where its sign alone
-# counts, a small number that becomes 0 is worse than a large one that stays.
+# An average with a larger coefficient may change by less than a code in a step. Where its sign
+# alone counts, a small number that becomes 0 is worse than a large one that stays.
 SLOW, SLOW_SIGN = 0.9, 0.99
 
 
