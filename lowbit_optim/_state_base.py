@@ -288,7 +288,7 @@ class StateBase(Optimizer):
         if _state_layout.fits(state, stored):
             return state
         state = self._state_that_fits(state, stored, p, group)
-        self._require_memory(state, stored)
+        self._require_memory(state, stored)  # which new tensors within a transform have not
         return state
 
     def _require_memory(self, state: Mapping[str, Any], stored: Iterable[str]) -> None:

@@ -280,6 +280,19 @@ def test_tensors_of_transforms_are_refused(case, steps, use, engine):
         train(optimizer, 1)
 
 
+def test_a_state_that_would_be_made_within_a_transform_is_refused(engine):
+    """Of plain parameters and gradients, too."""
+    params = parameters()
+    optimizer = lowbit_optim.SGD32bit(params, lr=0.1, momentum=0.9)
+    for p in params:
+        p.grad = torch.ones_like(p)
+    before = snapshot(optimizer)
+    with pytest.raises(RuntimeError, match=r"the state 'step' of shape .* torch.func"):
+        torch.func.functionalize(lambda x: optimizer.step() or x)(torch.ones(1))
+    assert identical(snapshot(optimizer), before)
+    train(optimizer, 1)
+
+
 def test_a_parameter_of_a_transform_is_refused():
     p = torch.nn.Parameter(torch._to_functional_tensor(torch.ones(300)))
     p.grad = torch.ones(300)
