@@ -133,7 +133,7 @@ def test_a_list_of_mixed_dtypes_and_widths():
 
 # Whole, aligned and ragged tiles of 8-bit and, under 2049 elements, of 32-bit state. With how many
 # kinds of tiles there are of each: full and short blocks of rows have two.
-KINDS = [((4096,), 1), ((3, 688), 2), ((2, 1025), 2), ((2048,), 1), ((96,), 1), ((65,), 1), ((), 1)]
+KINDS = [((4096,), 1), ((3, 688), 3), ((2, 1025), 2), ((2048,), 1), ((96,), 1), ((65,), 1), ((), 1)]
 MIXED = [
     *((shape, dtype) for shape, _ in KINDS for dtype in (torch.float32, torch.bfloat16)),
     ((0,), torch.float32),
@@ -208,7 +208,7 @@ def test_a_group_of_many_kinds_steps_each_tensor_as_alone(variant, launches):
     assert kinds == [*(n for _, n in KINDS for _ in range(2)), 0, 2]
     launches.clear()
     got, states, kinds = step_groups(variant, [every])
-    assert kinds == [17]
+    assert kinds == [19]
     assert set(launches) >= {"begin", "update"}
     assert set(launches.values()) == {3}, "one launch for each pass of a step"
     for p, q, state, other in zip(got, want, states, wanted, strict=True):
@@ -309,7 +309,7 @@ def kinds_of(plan):
 
 def test_whole_tiles_are_of_one_kind_whatever_the_number_of_tensors():
     tile = grid.TILE
-    plan = plan_of([(tile,), (4, tile), (8, 256)])
+    plan = plan_of([(tile,), (4, tile), (tile // 256, 256)])
     assert kinds_of(plan) == {(grid.LINE, True, 16): 6}
     assert plan.tiles == 6
     assert (plan.work[:, 0].cpu() == torch.tensor([0, 1, 1, 1, 1, 2])).all()
@@ -325,8 +325,9 @@ def test_a_tail_of_a_single_row_is_masked():
 
 @pytest.mark.slow
 def test_full_and_short_blocks_of_rows_make_tiles_of_their_own():
-    assert kinds_of(plan_of([(9, 96)])) == {(grid.SHORT, False, 16): 1}
-    plan = plan_of([(20, 272), (16, 301), (130, 260)])
+    assert kinds_of(plan_of([(8, 96)])) == {(grid.SHORT, False, 16): 1}
+    blocks = grid.TILE // 256
+    plan = plan_of([(2 * blocks + 2, 272), (2 * blocks, 301), (16 * blocks + 1, 260)])
     assert kinds_of(plan) == {
         (grid.FULL, True, 16): 2, (grid.FULL, False, 16): 1, (grid.SHORT, False, 16): 1,
         (grid.FULL, True, 1): 2, (grid.SHORT, False, 1): 1,

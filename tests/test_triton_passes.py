@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 
 from lowbit_optim_kernels import formats
-from lowbit_optim_kernels.engines.triton import bindings
+from lowbit_optim_kernels.engines.triton import bindings, grid
 from lowbit_optim_kernels.engines.triton import tables as engine_tables
 from lowbit_optim_kernels.formats import Format, Part
 from lowbit_optim_kernels.formats.dynamic8 import DYNAMIC8
@@ -71,6 +71,42 @@ def test_a_number_takes_the_place_of_a_tensor():
         batch.hyper = [{**batch.hyper[0], "lr": lr}]
         engine_tables._send_hyperparameters(batch.tables, batch)
         assert float(batch.tables.hyper[0, place]) == float(lr)
+
+
+@pytest.mark.parametrize("name", ["LAMB", "SGD"])
+def test_kinds_of_many_tiles_are_launched_by_themselves(name, monkeypatch):
+    """Which changes no bit."""
+    shapes = [(grid.TILE * 2 + 100,), (3 * grid.TILE,), (40, 300), (7,)]
+    options = {"momentum": 0.9} if name == "SGD" else {}
+
+    def stepped():
+        generator = torch.Generator().manual_seed(0)
+        params = [
+            torch.nn.Parameter(torch.randn(shape, generator=generator).to(DEVICE))
+            for shape in shapes
+        ]
+        with lowbit_optim.use_engine("triton"):
+            optimizer = getattr(lowbit_optim, f"{name}8bit")(
+                params, lr=0.1, min_8bit_size=1, **options
+            )
+            for _ in range(2):
+                for p in params:
+                    p.grad = torch.randn(p.shape, generator=generator).to(p)
+                optimizer.step()
+        ((batch,),) = [plan.batches for plan in optimizer.plans.values()]
+        return params, optimizer.state, batch.tables
+
+    *together, tables = stepped()
+    assert [len(launch.kinds) for launch in tables.launches] == [len(tables.kinds)]
+    monkeypatch.setattr(grid, "ALONE", 5)
+    *apart, tables = stepped()
+    counts = [len(launch.work) for launch in tables.launches]
+    assert [len(launch.kinds) for launch in tables.launches] == [1, 1, len(tables.kinds) - 2]
+    assert min(counts[:2]) >= 5
+    assert sum(counts) == tables.tiles
+    for p, q in zip(together[0], apart[0], strict=True):
+        assert torch.equal(p, q)
+        assert all(torch.equal(together[1][p][key], x) for key, x in apart[1][q].items())
 
 
 # A format for Triton is a module with these functions, and this one is such a module.

@@ -21,16 +21,20 @@ from ...formats import Format, parts_of
 from ...rules import Moment
 from ...weights import PLAIN, Weights
 
-# Elements per program, on 4 warps: 16 a thread. With twice as many AdamW8bit takes 3 % fewer
-# instructions an element, but twice the registers, so half as many programs would share a
-# multiprocessor to hide each other's barriers.
-TILE = 2048
+# Elements per program: 16 a thread. On an H200 AdamW8bit's step in fp32 takes 7 % longer with twice
+# as many on 4 warps, which wait for each other at barriers, 8 % with as many on 4 warps, and in
+# bf16 2.5 times as long with half as many on one, of which Triton makes look-ups another way.
+TILE, WARPS = 1024, 2
 ALIGNED = 16  # elements: the widest access to codes
 ALIGNMENTS = ALIGNED, 4, 1  # elements that blocks may start at multiples of
 NARROWEST = 16  # elements of a tile's block, at least
 NUMBER = 2**20  # what counts the kind in the first column of `work`: room for 2048 kinds
 WORK = 4  # width of `work`
 FAR = 2**32  # blocks whose numbers fit 32 bits
+# Tiles of a kind that is launched by itself. With others it is a function in the machine code, and
+# the kernel may take a third more registers: that of Lion8bit 96 where it takes 70 alone, and its
+# step in bf16 15 % more time. A launch more takes the host some 30 us.
+ALONE = 2**15
 # The blocks of a tile are neighbours in a tensor of one row, full blocks of rows, or short ones.
 LINE, FULL, SHORT = range(3)
 
@@ -106,12 +110,14 @@ class Grid:
     Attributes:
         kinds: of the tiles there are, in one order whatever that of the tensors.
         work: a row for each program; `passes` says what it holds.
+        launches: the kinds of each launch, and where its rows of `work` end.
         tiles: how many each tensor has.
         shapes: the row of each tensor, and how many there are.
     """
 
     kinds: tuple[Kind, ...]
     work: np.ndarray
+    launches: list[tuple[tuple[Kind, ...], int]]
     tiles: list[int]
     shapes: list[tuple[int, int]]
 
@@ -129,7 +135,8 @@ def blocks_of_tile(format: Format) -> int:
     """
     block = format.block
     if not NARROWEST <= block <= TILE or TILE % block:
-        raise ValueError(f"{format.name} has blocks of {block}; the Triton engine takes 16 to 2048")
+        limits = f"{NARROWEST} to {TILE}"
+        raise ValueError(f"{format.name} has blocks of {block}; the Triton engine takes {limits}")
     return TILE // block
 
 
@@ -192,8 +199,19 @@ def make_grid(slots: Sequence[Slot], moments: tuple[Moment, ...], aligned: Seque
             members.setdefault(kind, []).append((i, *run))
             tiles[i] += run[1]
     kinds = tuple(sorted(members, key=_order))
-    work = [_programs(number, kind, members[kind]) for number, kind in enumerate(kinds)]
-    return Grid(kinds, np.concatenate([np.zeros((0, WORK), dtype=np.int32), *work]), tiles, shapes)
+    work, launches, programs = [np.zeros((0, WORK), dtype=np.int32)], [], 0
+    for together in _launches({kind: sum(run[2] for run in members[kind]) for kind in kinds}):
+        work += [_programs(number, kind, members[kind]) for number, kind in enumerate(together)]
+        programs = sum(map(len, work))
+        launches.append((together, programs))
+    return Grid(kinds, np.concatenate(work), launches, tiles, shapes)
+
+
+def _launches(tiles: dict[Kind, int]) -> list[tuple[Kind, ...]]:
+    """The kinds that are launched together: those of few tiles, each other kind by itself."""
+    few = tuple(kind for kind, count in tiles.items() if count < ALONE)
+    alone = [(kind,) for kind, count in tiles.items() if count >= ALONE]
+    return [launch for launch in (*alone, few) if launch]
 
 
 def _order(kind: Kind) -> tuple:
@@ -241,9 +259,14 @@ def pieces(kinds: Sequence[Kind]) -> list[int]:
     return [of(kind) for kind in kinds]
 
 
-def constants(kinds: tuple[Kind, ...]) -> dict[str, Any]:
-    """Constants by which per-element kernels are specialized: the kinds of tiles in a launch."""
-    number = {format: i for i, format in enumerate(formats_of(kinds))}
+def constants(kinds: tuple[Kind, ...], formats: Sequence[Format]) -> dict[str, Any]:
+    """Constants by which per-element kernels are specialized: the kinds of tiles in a launch.
+
+    Args:
+        kinds: of the launch.
+        formats: of which the kernels were written, in this order.
+    """
+    number = {format: i for i, format in enumerate(formats)}
     return {
         "KINDS": tuple(
             (

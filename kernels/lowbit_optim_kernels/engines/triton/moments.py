@@ -5,6 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from .grid import WARPS
 from .primitives import PER_THREAD, STREAM, abs, finite
 from .random import dithered_scale
 from .tiles import ALIGNED, WARP, block_bits, load, moment_bits, operand, pointer, store
@@ -30,10 +31,9 @@ def pick(values, INDICES: tl.constexpr):
 
 
 @triton.jit
-def read_unit(row_at, tables, base, at, block, inside, mask,
-              UNIT: tl.constexpr, KINDS: tl.constexpr, KIND: tl.constexpr,
-              PTX: tl.constexpr):  # fmt: skip
-    """The moments of a unit, and the addresses of its tensors, per element and per block."""
+def read_unit(row_at, base, at, block, inside, mask, UNIT: tl.constexpr, KINDS: tl.constexpr,
+              KIND: tl.constexpr):  # fmt: skip
+    """What is stored of a unit, per element and per block, and the addresses of both."""
     elements, scales, element_at, scale_at = (), (), (), ()
     for k in tl.static_range(len(UNIT[ELEMENTS])):
         here = operand(
@@ -46,8 +46,20 @@ def read_unit(row_at, tables, base, at, block, inside, mask,
         here = pointer(row_at, UNIT[PER_BLOCK][k][COLUMN], UNIT[PER_BLOCK][k][TYPE]) + block
         scale_at = scale_at + (here,)
         scales = scales + (load(here, inside, UNIT[PER_BLOCK][k][PAD], KINDS[KIND][WHOLE]),)
-    moments = UNIT[CODEC][DECODE](elements, scales, tables + UNIT[TABLE], UNIT[MOMENTS], PTX)
-    return moments, element_at, scale_at
+    return elements, scales, element_at, scale_at
+
+
+@triton.jit
+def decoded(stored, tables, UNITS: tl.constexpr, PTX: tl.constexpr):
+    """The moments of all units, of which elements and scales are stored.
+
+    Look-ups wait at barriers, which loads are not moved across: all are made before the first.
+    """
+    out = ()
+    for i in tl.static_range(len(UNITS)):
+        at = tables + UNITS[i][TABLE]
+        out = out + UNITS[i][CODEC][DECODE](*stored[i], at, UNITS[i][MOMENTS], PTX)
+    return out
 
 
 @triton.jit
@@ -82,7 +94,7 @@ def _only_finite(moments: int) -> str:
     return f"{text}{test}@q bra good; {each}good: }}"
 
 
-THREADS = tl.constexpr(4 * WARP.value)  # of a program
+THREADS = tl.constexpr(WARPS * WARP.value)  # of a program
 OF_ONE, OF_TWO = (tl.constexpr(_only_finite(k)) for k in (1, 2))
 ONE, TWO = (
     tl.constexpr(",".join(["=&f"] * k * PER_THREAD.value + ["f"] * k * PER_THREAD.value))

@@ -60,6 +60,7 @@ from .moments import (
     SPLIT,
     UNITS,
     WHOLE,
+    decoded,
     pick,
     read_unit,
     write_moments,
@@ -171,17 +172,16 @@ def read(
         g = widen(load(g_at, mask, 0, KINDS[KIND][WHOLE]), RULE[PTX])
         if SCALED:
             g *= tl.load(row_of + GSCALE)
-    moments, element_at, scale_at = (), (), ()
+    stored, moments, element_at, scale_at = (), (), (), ()
     if RULE[LOADS][OF_MOMENTS]:
         for i in tl.static_range(len(FORMAT[UNITS])):
-            decoded, elements, scales = read_unit(
-                row_at, tables, base, at, block, inside, mask, FORMAT[UNITS][i], KINDS, KIND,
-                RULE[PTX],
-            )  # fmt: skip
-            moments = moments + decoded
-            element_at = element_at + (elements,)
-            scale_at = scale_at + (scales,)
-        moments = pick(moments, FORMAT[ORDER])
+            elements, scales, elements_at, scales_at = read_unit(
+                row_at, base, at, block, inside, mask, FORMAT[UNITS][i], KINDS, KIND
+            )
+            stored = stored + ((elements, scales),)
+            element_at = element_at + (elements_at,)
+            scale_at = scale_at + (scales_at,)
+        moments = pick(decoded(stored, tables, FORMAT[UNITS], RULE[PTX]), FORMAT[ORDER])
     addresses = p_at, low_at, element_at, scale_at
     return values + (p, g) + moments, addresses, block, inside, mask
 

@@ -26,6 +26,15 @@ GSCALE, LIVE, SCALARS = 0, 1, 2  # columns of `scalars` and of `floats`
 SPARE = 2  # captures in a row without a step in between
 
 
+@dataclass(frozen=True)
+class Launch:
+    """One launch of a pass over elements: the kinds of its tiles, constants, rows of `work`."""
+
+    kinds: tuple[grid.Kind, ...]
+    constants: dict[str, Any]
+    work: Tensor
+
+
 @dataclass
 class Tables:
     """Device tables of a batch; `passes` says what they hold.
@@ -33,7 +42,7 @@ class Tables:
     Attributes:
         kinds: of the tiles there are, in one order whatever that of the tensors.
         tiles, tiles_of, most_tiles: of all tensors, of each one (int64), of the largest.
-        constants: what a launch over these kinds is specialized for.
+        launches: of a pass over the elements, which share `work`.
         rows, flat: the addresses that the batch had when it was made, by slots and one after the
             other; in `pointers` those that were sent last.
         stream: that the last step was on which no graph has captured; None on a CPU.
@@ -42,8 +51,8 @@ class Tables:
     """
 
     kinds: tuple[grid.Kind, ...]
-    constants: dict[str, Any]
     work: Tensor
+    launches: list[Launch]
     tiles: int
     tiles_of: Tensor
     most_tiles: int
@@ -220,10 +229,19 @@ def _key(slot: Slot) -> int:
     return slot.part << 32 | slot.tensor_key
 
 
+def _launches(tiling: grid.Grid, work: Tensor) -> list[Launch]:
+    formats = grid.formats_of(tiling.kinds)
+    starts = [0, *(end for _, end in tiling.launches)]
+    return [
+        Launch(kinds, grid.constants(kinds, formats), work[start:end])
+        for start, (kinds, end) in zip(starts, tiling.launches, strict=False)
+    ]
+
+
 def _make_tables(batch: Batch) -> Tables:
     slots, device = batch.slots, batch.device
     tiling = grid.make_grid(slots, batch.rule.moments, batch.aligned)
-    tiles = np.array(tiling.tiles, dtype=np.int64)
+    tiles, work = np.array(tiling.tiles, dtype=np.int64), _on_device(tiling.work, device)
     columns_of = [
         (*shape, first, slot.numel, _key(slot), slot.blocks_before, _weights_before(slot))
         for shape, first, slot in zip(tiling.shapes, np.cumsum(tiles) - tiles, slots, strict=True)
@@ -237,8 +255,8 @@ def _make_tables(batch: Batch) -> Tables:
 
     return Tables(
         kinds=tiling.kinds,
-        constants=grid.constants(tiling.kinds),
-        work=_on_device(tiling.work, device),
+        work=work,
+        launches=_launches(tiling, work),
         tiles=int(tiles.sum()),
         tiles_of=_on_device(tiles, device),
         most_tiles=int(tiles.max()),

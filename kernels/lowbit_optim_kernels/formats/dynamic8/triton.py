@@ -195,8 +195,8 @@ def encode_codes(x, top, tables, SIGNED: tl.constexpr, PTX: tl.constexpr):
         return _encode_unsigned(x, top, tables, PTX)
 
 
-# What the engine calls. Moments are coded one by one, so it hands over one at a time: the second
-# one's codes are loaded when the first is decoded, which takes fewer registers.
+# What the engine calls. Moments are coded one by one, so it hands over one at a time, which takes
+# fewer registers.
 
 SEPARATE = True
 
