@@ -66,9 +66,9 @@ def test_a_run_checks_times_and_reports(tmp_path, capsys):
     for dtype in ("bf16", "fp32"):
         row = next(x for x in found["rows"] if x["dtype"] == dtype)
         cell = f"{row['ms']['median'] * 1e9 / row['elements']:.3g} ("
-        assert f"{dtype}: ms" in console.file.getvalue()
+        assert f"{dtype}, steps: ms" in console.file.getvalue()
         assert cell in console.file.getvalue()
-        assert f"{dtype}:\n\n|  | tiny | tinier |" in printed
+        assert f"{dtype}, steps:\n\n|  | tiny | tinier |" in printed
         assert f"| AdamW8bit | {cell}" in printed
 
 
@@ -84,3 +84,17 @@ def test_what_does_not_fit_is_left_out_and_the_rest_timed(monkeypatch):
     found = gpu.run(names, workloads, ["bf16"], device, 2, console, lambda found: None)
     assert [row["optimizer"] for row in found["rows"]] == ["AdamW8bit"]
     assert found["skipped"] == {"torch AdamW foreach, tiny, bf16": "OutOfMemoryError: of 1 GiB"}
+
+
+def test_replays_have_tables_of_their_own():
+    row = {"workload": "tiny", "dtype": "bf16", "elements": 10**9, "bytes": 4e9}
+    row["ms"] = {"median": 4.0}
+    rows = [
+        {**row, "optimizer": "AdamW8bit", "replayed_ms": {"median": 2.0}},
+        {**row, "optimizer": "torchao AdamW8bit", "replayed_ms": "RuntimeError: not captured"},
+    ]
+    found = {"rows": rows, "copy_gb_per_s": [4000.0, 3900.0]}
+    assert gpu.cells(found, "bf16") == (
+        ["", "tiny"], [["AdamW8bit", "4 (25%)"], ["torchao AdamW8bit", "4 (25%)"]]
+    )  # fmt: skip
+    assert gpu.cells(found, "bf16", "replayed_ms") == (["", "tiny"], [["AdamW8bit", "2 (50%)"]])

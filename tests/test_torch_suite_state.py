@@ -169,7 +169,9 @@ def test_state_dict_with_cuda_params(name, bits):
             optimizer.step()
             other.step()
         for p, q in zip(params, others, strict=True):
-            torch.testing.assert_close(q.cpu(), p, rtol=1e-5, atol=1e-6)
+            # LearnedGradient multiplies matrices, whose sums a GPU forms in another order.
+            rtol = 1e-3 if name == "LearnedGradient" else 1e-5
+            torch.testing.assert_close(q.cpu(), p, rtol=rtol, atol=1e-6)
 
 
 @RECORDS

@@ -5,6 +5,8 @@ package is first held against its naive rule; if one differs, nothing is timed. 
 steps the same shapes in bf16 and fp32: 1 billion elements in one tensor, and the tensors of
 ResNet-50, GPT-2, Llama-3.1-8B and of LoRA adapters of it. Bytes per second are counted from what a
 step has to move at least and stand beside a copy measured before and after in the same process.
+Of a short list a step takes the host longer than the GPU, which in training has other work
+meanwhile; so a captured step is replayed as well, which takes the GPU alone.
 The result file is written anew after every contender. `--markdown FILE` prints the tables of one.
 """
 
@@ -34,6 +36,7 @@ DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 LR = 1e-4
 WARM_UP, LEAST_TIMED = 0.3, 0.1  # seconds of steps before those that are timed, and of these
 WORKLOADS = shapes.GPU_SHAPES
+TIMED = {"ms": "steps", "replayed_ms": "replayed"}
 
 
 @dataclass(frozen=True)
@@ -124,6 +127,29 @@ def _times(step: Callable[[], object], device: torch.device, rounds: int) -> lis
     return measure.back_to_back(step, device, rounds)
 
 
+def _replay(optimizer: torch.optim.Optimizer) -> Callable[[], object]:
+    """A call that replays one step of an optimizer, captured in a CUDA graph."""
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        optimizer.step()
+    return graph.replay
+
+
+def _replayed(
+    optimizer: torch.optim.Optimizer, device: torch.device, rounds: int, ours: bool
+) -> dict[str, float] | str | None:
+    """Spread of a replay's milliseconds; why there is none; None on a CPU."""
+    if device.type != "cuda":
+        return None
+    try:
+        times = _times(_replay(optimizer), device, rounds)
+    except Exception as error:  # another library may raise anything
+        if ours:
+            raise
+        return f"{type(error).__name__}: {error}".splitlines()[0]
+    return measure.spread([1e3 * second for second in times])
+
+
 def time_one(
     contender: Contender,
     tensors: tuple[shapes.Shape, ...],
@@ -135,6 +161,9 @@ def time_one(
     torch.manual_seed(0)
     params = _parameters(tensors, dtype, device)
     optimizer = contender.make(params, LR)
+    if contender.make.library == "torch":
+        for group in optimizer.param_groups:  # so that it may be captured
+            group.update({"capturable": True} if "capturable" in group else {})
     for _ in range(3):  # state, compilation, launch tables
         optimizer.step()
     _warm_up(optimizer.step, device)
@@ -147,12 +176,14 @@ def time_one(
     gc.disable()
     try:
         times = _times(optimizer.step, device, rounds)
+        replayed = _replayed(optimizer, device, rounds, contender.ours)
     finally:
         gc.enable()
     moved = bytes_of_step(contender, params, held)
     spread = measure.spread([1e3 * second for second in times])
     return {
         "ms": spread,
+        "replayed_ms": replayed,
         "bytes": moved,
         "gb_per_s": round(moved / spread["median"] / 1e6, 1),
         "state_bytes": held,
@@ -178,19 +209,27 @@ def check(names: list[str], device: torch.device, console: Console) -> dict[str,
     return errors
 
 
-def cells(found: Mapping[str, Any], dtype: str) -> tuple[list[str], list[list[str]]]:
+def cells(
+    found: Mapping[str, Any], dtype: str, timed_as: str = "ms"
+) -> tuple[list[str], list[list[str]]]:
     """Head and rows of a table of one dtype: an optimizer each, a workload in each column.
 
     A cell has the median's milliseconds per billion elements, and of the copy's bytes per second
-    the share.
+    the share; nothing where there is no time.
+
+    Args:
+        timed_as: "ms", or "replayed_ms" for what a replay of a captured step takes.
     """
     rows = [row for row in found["rows"] if row["dtype"] == dtype]
     workloads = list(dict.fromkeys(row["workload"] for row in rows))
     copy = max(found["copy_gb_per_s"])
     timed: dict[str, dict[str, str]] = {}
     for row in rows:
-        scaled = row["ms"]["median"] * 1e9 / row["elements"]
-        cell = f"{scaled:.3g} ({row['gb_per_s'] / copy:.0%})"
+        spread = row[timed_as]
+        if not isinstance(spread, dict):
+            continue
+        scaled = spread["median"] * 1e9 / row["elements"]
+        cell = f"{scaled:.3g} ({row['bytes'] / spread['median'] / 1e6 / copy:.0%})"
         timed.setdefault(row["optimizer"], {})[row["workload"]] = cell
     return ["", *workloads], [
         [name, *(by_workload.get(workload, "") for workload in workloads)]
@@ -199,10 +238,11 @@ def cells(found: Mapping[str, Any], dtype: str) -> tuple[list[str], list[list[st
 
 
 def show(console: Console, found: Mapping[str, Any]) -> None:
-    """A table for each dtype."""
-    for dtype in DTYPES:
-        head, rows = cells(found, dtype)
-        table = Table(*head, title=f"{dtype}: ms per 1e9 elements (share of a copy's bytes/s)")
+    """Two tables for each dtype: of steps, and of replays."""
+    for dtype, (timed_as, what) in itertools.product(DTYPES, TIMED.items()):
+        head, rows = cells(found, dtype, timed_as)
+        title = f"{dtype}, {what}: ms per 1e9 elements (share of a copy's bytes/s)"
+        table = Table(*head, title=title)
         for row in rows:
             table.add_row(*row)
         if rows:
@@ -268,7 +308,10 @@ def main(
     """Check, then time, on the GPU."""
     if markdown is not None:
         found = json.loads(markdown.read_text(encoding="utf-8"))
-        print("\n\n".join(f"{x}:\n\n{tables.markdown(*cells(found, x), True)}" for x in DTYPES))
+        for dtype, (timed_as, what) in itertools.product(DTYPES, TIMED.items()):
+            head, rows = cells(found, dtype, timed_as)
+            if rows:
+                print(f"{dtype}, {what}:\n\n{tables.markdown(head, rows, True)}\n")
         return
     console = Console(width=120)
     if not torch.cuda.is_available():
