@@ -13,7 +13,7 @@ from .tiles import ALIGNED, WARP, block_bits, load, moment_bits, operand, pointe
 # Of a kind, and of its weights.
 P_TYPE, G_TYPE, FORMAT, WHOLE, ALIGN, PIECE, FAR = (tl.constexpr(i) for i in range(7))
 SPLIT, EXTRA, DITHERED, LOW_TYPE, RUN, BARE_RUN = (tl.constexpr(i) for i in range(7, 13))
-ROOM, BLOCKS, SHIFTED = (tl.constexpr(i) for i in range(13, 16))
+ROOM, BLOCKS, SHIFTED, ONCE = (tl.constexpr(i) for i in range(13, 17))
 BLOCK, UNITS, ORDER, INEXACT = (tl.constexpr(i) for i in range(4))  # of a format
 # Of a unit, of each of its tensors, and of its format's functions.
 CODEC, MOMENTS, EXACT, INDEX, ELEMENTS, PER_BLOCK, TABLE = (tl.constexpr(i) for i in range(7))
@@ -41,7 +41,9 @@ def read_unit(row_at, base, at, block, inside, mask, UNIT: tl.constexpr, KINDS: 
             KINDS[KIND][ALIGN], KINDS[KIND][RUN],
         )  # fmt: skip
         element_at = element_at + (here,)
-        elements = elements + (load(here, mask, UNIT[ELEMENTS][k][PAD], KINDS[KIND][WHOLE]),)
+        elements = elements + (
+            load(here, mask, UNIT[ELEMENTS][k][PAD], KINDS[KIND][WHOLE], KINDS[KIND][ONCE]),
+        )
     for k in tl.static_range(len(UNIT[PER_BLOCK])):
         here = pointer(row_at, UNIT[PER_BLOCK][k][COLUMN], UNIT[PER_BLOCK][k][TYPE]) + block
         scale_at = scale_at + (here,)
@@ -226,4 +228,4 @@ def write_moments(
                 kept[i], tops[i], random, tables + FORMAT[UNITS][i][TABLE], k,
                 FORMAT[UNITS][i][MOMENTS], PTX,
             )  # fmt: skip
-            store(element_at[i][k], coded, mask, KINDS[KIND][WHOLE])
+            store(element_at[i][k], coded, mask, KINDS[KIND][WHOLE], KINDS[KIND][ONCE])

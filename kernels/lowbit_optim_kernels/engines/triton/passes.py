@@ -51,6 +51,7 @@ from .moments import (
     FORMAT,
     G_TYPE,
     LOW_TYPE,
+    ONCE,
     ORDER,
     P_TYPE,
     PIECE,
@@ -159,17 +160,17 @@ def read(
     p_at, low_at, p, g, low = base, base, base, base, base  # of what is not read, anything
     if RULE[LOADS][OF_P]:
         p_at = operand(row_at, base, at, P, KINDS[KIND][P_TYPE], KINDS[KIND][ALIGN], RUN_HERE)
-        p = load(p_at, mask, 0, KINDS[KIND][WHOLE])
+        p = load(p_at, mask, 0, KINDS[KIND][WHOLE], KINDS[KIND][ONCE])
         if KINDS[KIND][EXTRA] > 0:
             low_at = operand(
                 row_at, base, at, RESIDUAL, KINDS[KIND][LOW_TYPE], KINDS[KIND][ALIGN],
                 RUN_HERE,
             )  # fmt: skip
-            low = load(low_at, mask, 0, KINDS[KIND][WHOLE])
+            low = load(low_at, mask, 0, KINDS[KIND][WHOLE], KINDS[KIND][ONCE])
         p = stored_weights.read(p, low, KINDS[KIND][EXTRA], RULE[PTX])
     if RULE[LOADS][OF_G]:
         g_at = operand(row_at, base, at, G, KINDS[KIND][G_TYPE], KINDS[KIND][ALIGN], RUN_HERE)
-        g = widen(load(g_at, mask, 0, KINDS[KIND][WHOLE]), RULE[PTX])
+        g = widen(load(g_at, mask, 0, KINDS[KIND][WHOLE], KINDS[KIND][ONCE]), RULE[PTX])
         if SCALED:
             g *= tl.load(row_of + GSCALE)
     stored, moments, element_at, scale_at = (), (), (), ()
@@ -222,10 +223,10 @@ def update_blocks(
         new, bits, TYPES[KINDS[KIND][P_TYPE]], KINDS[KIND][SPLIT],
         KINDS[KIND][EXTRA], KINDS[KIND][DITHERED], RULE[PTX],
     )  # fmt: skip
-    store(addresses[0], high, mask, KINDS[KIND][WHOLE])
+    store(addresses[0], high, mask, KINDS[KIND][WHOLE], KINDS[KIND][ONCE])
     if KINDS[KIND][EXTRA] > 0:
         low = low.to(TYPES[KINDS[KIND][LOW_TYPE]])
-        store(addresses[1], low, mask, KINDS[KIND][WHOLE])
+        store(addresses[1], low, mask, KINDS[KIND][WHOLE], KINDS[KIND][ONCE])
     write_moments(
         pick(values, WRITES[NEW]), addresses[2], addresses[3], tables, inside, mask, of_streams, t,
         block, geometry, FORMAT, KINDS, KIND, RULE[PTX],

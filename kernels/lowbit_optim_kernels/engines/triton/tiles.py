@@ -185,16 +185,25 @@ def operand(row_at, base, at, COLUMN: tl.constexpr, TYPE: tl.constexpr, ALIGN: t
 
 
 @triton.jit
-def load(at, mask, PAD: tl.constexpr, WHOLE: tl.constexpr):
-    """The numbers at the addresses of a tile, or one a block; PAD outside of the mask."""
-    return joined(tl.load(at) if WHOLE else tl.load(at, mask=mask, other=PAD))
+def load(at, mask, PAD: tl.constexpr, WHOLE: tl.constexpr, ONCE: tl.constexpr = False):
+    """The numbers at the addresses of a tile, or one a block; PAD outside of the mask.
+
+    ONCE: caches should drop them before others.
+    """
+    POLICY: tl.constexpr = "evict_first" if ONCE else ""
+    if WHOLE:
+        x = tl.load(at, eviction_policy=POLICY)
+    else:
+        x = tl.load(at, mask=mask, other=PAD, eviction_policy=POLICY)
+    return joined(x)
 
 
 @triton.jit
-def store(at, x, mask, WHOLE: tl.constexpr):
+def store(at, x, mask, WHOLE: tl.constexpr, ONCE: tl.constexpr = False):
+    POLICY: tl.constexpr = "evict_first" if ONCE else ""
     if len(at.shape) == 3:
         x = in_rows(x, 1, at.shape[2])
     if WHOLE:
-        tl.store(at, x)
+        tl.store(at, x, eviction_policy=POLICY)
     else:
-        tl.store(at, x, mask=mask)
+        tl.store(at, x, mask=mask, eviction_policy=POLICY)

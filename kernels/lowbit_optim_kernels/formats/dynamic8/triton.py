@@ -199,6 +199,9 @@ def encode_codes(x, top, tables, SIGNED: tl.constexpr, PTX: tl.constexpr):
 # fewer registers.
 
 SEPARATE = True
+# Programs find the tables in the cache more often if elements leave it first: 2 to 5 % of the time
+# of a step of two moments in bf16 on an H200.
+ONCE = True
 
 
 @triton.jit
