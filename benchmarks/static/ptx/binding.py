@@ -16,6 +16,7 @@ from .parser import Depot, Instruction, Program, Register, UnsupportedError, par
 
 SPACES = ("global", "shared", "local")
 _HINTS = {"L1_evict_last", "L1_evict_first", "L1_no_allocate", "evict_last", "evict_first", "nc"}
+_HINTS |= {"L2_cache_hint"}  # which a policy follows as the last operand
 _MATRIX_BYTES = 16  # of a row of a matrix of ldmatrix
 
 Reader = Callable[["Machine"], Array]
@@ -186,7 +187,8 @@ def _accessing(executable: Executable, instruction: Instruction) -> Step:
     space = middle.pop(0) if middle and middle[0] in SPACES else ""  # of generic addresses
     if set(middle) - _HINTS - {"v2", "v4", "v8"}:
         raise UnsupportedError(f"the emulator does not know the access {instruction.text}")
-    target, value = instruction.operands if name == "st" else instruction.operands[::-1]
+    pair = instruction.operands[:-1] if "L2_cache_hint" in middle else instruction.operands
+    target, value = pair if name == "st" else pair[::-1]
     names, each = vector(value), width(kind) // 8
     size = each * len(names)
     for one in (space,) if space else SPACES:
@@ -211,6 +213,12 @@ def _accessing(executable: Executable, instruction: Instruction) -> Step:
                 machine.write(one, part.view(dtype_of(kind)).ravel())
 
     return load
+
+
+def _policy(executable: Executable, instruction: Instruction) -> Step:
+    """createpolicy, which says how long caches keep something: the emulator has none."""
+    into = register(instruction, instruction.operands[0])
+    return lambda machine: machine.write(into, np.zeros(1, np.uint64))
 
 
 def _passing(executable: Executable, instruction: Instruction) -> Step:
@@ -315,6 +323,7 @@ def _matrix(executable: Executable, instruction: Instruction) -> Step:
 
 
 _BINDERS: dict[str, Callable[[Executable, Instruction], Step]] = {
+    "createpolicy": _policy,
     "ld": _accessing,
     "st": _accessing,
     "shfl": _shuffling,
