@@ -26,7 +26,7 @@ OF_ODD_ROWS = 1, weights.PLAIN, False  # alignment, weights, whether far
 TILES = (
     (True, 16), (True, *OF_ODD_ROWS, grid.FULL), (False, *OF_ODD_ROWS, grid.SHORT, 64),
 )  # fmt: skip
-REGISTERS, MOST = 65_536, 16  # of a multiprocessor of 64 warps; programs of 4 warps
+REGISTERS, MOST = 65_536, 32  # of a multiprocessor; programs that share it
 
 
 def measure(name: str, dtype: str, target: str) -> list[dict[str, Any]]:
