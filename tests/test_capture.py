@@ -82,11 +82,13 @@ def captured(optimizer):
     """A graph of what is run inside, which here is run as well."""
     spare = [pair for plan in plans_of(optimizer) for pair in plan.spare]
     graph = Graph({x.data_ptr() for pair in spare for x in pair})
-    kernels, add_up = engine_triton.kernels, engine_triton.add_up
+    add_up = engine_triton.add_up
     with pytest.MonkeyPatch.context() as patch, graph:
         patch.setattr(engine_tables, "capturing", lambda device: True)
-        patch.setattr(engine_triton, "kernels", lambda *given: Kernels(kernels(*given), graph))
         patch.setattr(engine_triton, "add_up", graph.launched(add_up))
+        for plan in plans_of(optimizer):
+            noted = Kernels(plan.code.kernels, graph)
+            patch.setattr(plan, "code", plan.code._replace(kernels=noted))
         yield graph
 
 

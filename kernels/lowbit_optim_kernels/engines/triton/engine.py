@@ -30,7 +30,7 @@ from . import bindings, grid
 from .grid import Kind
 from .primitives import INTERPRETED
 from .scalars import add_up
-from .tables import LANES, Tables, lanes, tables_for
+from .tables import LANES, Code, Tables, lanes, tables_for
 
 # Sums are fused where the text says so (`rule_source`). Which others a compiler would fuse depends
 # on what else is in a kernel: a tensor would not step to the same bits in every group.
@@ -142,9 +142,17 @@ class TritonRun:
         self.scaled = batch.maximize or batch.grad_scale is not None or clips
         with _on(self.device):
             self.tables: Tables = tables_for(batch)
-            using = self.rule, grid.formats_of(self.tables.kinds), self.ptx
-            self.code_tables = bindings.code_tables(*using, self.device)
-        self.kernels = kernels(*using)
+            if self.tables.code is None:
+                self.tables.code = self._code()
+        self.kernels, self.code_tables, self.options = self.tables.code
+
+    def _code(self) -> Code:
+        """Which the tables keep: a rule's hash, by which to find it again, is slow."""
+        using = self.rule, grid.formats_of(self.tables.kinds), self.ptx
+        update = [
+            _options(self.rule, "update", each.kinds, self.ptx) for each in self.tables.launches
+        ]
+        return Code(kernels(*using), bindings.code_tables(*using, self.device), update)
 
     def _per_tensor_grid(self, in_program: int) -> tuple[int]:
         return (-(-len(self.batch.slots) // in_program),)
@@ -166,11 +174,11 @@ class TritonRun:
         """The launches that take all tiles, if there are any."""
         tables, kernel = self.tables, getattr(self.kernels, name)
         with _on(self.device):
-            for launch in tables.launches:
+            for i, launch in enumerate(tables.launches):
+                options = self.options[i] if name == "update" else OPTIONS
                 kernel[(len(launch.work),)](
                     tables.address, tables.geometry, launch.work, tables.floats, self.code_tables,
-                    *extra, SCALED=self.scaled, **more, **launch.constants,
-                    **_options(self.rule, name, launch.kinds, self.ptx),
+                    *extra, SCALED=self.scaled, **more, **launch.constants, **options,
                 )  # fmt: skip
 
     def reduce(self, phase: int) -> Tensor:

@@ -8,7 +8,8 @@ again, so that later steps outside the graph and replays do not disturb each oth
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
-from typing import Any
+from types import ModuleType
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -35,6 +36,14 @@ class Launch:
     work: Tensor
 
 
+class Code(NamedTuple):
+    """The kernels that step a batch, look-up tables, and options of each launch of the update."""
+
+    kernels: ModuleType
+    tables: Tensor
+    options: list[dict[str, Any]]
+
+
 @dataclass
 class Tables:
     """Device tables of a batch; `passes` says what they hold.
@@ -47,6 +56,7 @@ class Tables:
             other; in `pointers` those that were sent last.
         stream: that the last step was on which no graph has captured; None on a CPU.
         spare: pinned memory for captures.
+        code: of the kernels that read them, once there was a step.
         launched: whether its steps so far, and which of both, had tensors without a gradient.
     """
 
@@ -68,6 +78,7 @@ class Tables:
     pointers: list[int] = field(default_factory=list)
     values: list[float | None] = field(default_factory=list)
     spare: list[tuple[Tensor, Tensor]] = field(default_factory=list)
+    code: Code | None = None
     launched: set[bool] = field(default_factory=set)
 
 
