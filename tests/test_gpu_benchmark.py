@@ -1,15 +1,24 @@
 """`speed.gpu` without a GPU: its tables, its counting and a run of tiny tensors on the CPU."""
 
 import io
+import math
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 pytest.importorskip("typer", reason="the benchmarks are command line programs")
+pytest.importorskip("triton", reason="the Triton engine needs the triton package")
 from rich.console import Console
 
 from benchmarks.common import report, shapes
 from benchmarks.speed import gpu
+from lowbit_optim_kernels.engines.triton import grid
+from lowbit_optim_kernels.formats.dynamic8 import DYNAMIC8
+from lowbit_optim_kernels.formats.float32 import FLOAT32
+from lowbit_optim_kernels.formats.layout import Layout
+from lowbit_optim_kernels.rules import adam
+from lowbit_optim_kernels.weights import WEIGHTS
 
 
 def test_the_tensor_lists_are_the_models():
@@ -84,6 +93,39 @@ def test_what_does_not_fit_is_left_out_and_the_rest_timed(monkeypatch):
     found = gpu.run(names, workloads, ["bf16"], device, 2, console, lambda found: None)
     assert [row["optimizer"] for row in found["rows"]] == ["AdamW8bit"]
     assert found["skipped"] == {"torch AdamW foreach, tiny, bf16": "OutOfMemoryError: of 1 GiB"}
+
+
+def launched(tensors):
+    """The kinds of each launch of a pass of AdamW8bit over bf16 parameters of these shapes."""
+    slots = []
+    for shape in tensors:
+        layout = Layout.of(shape)
+        slot = SimpleNamespace(
+            p=SimpleNamespace(dtype=torch.bfloat16), g=SimpleNamespace(dtype=torch.bfloat16),
+            format=DYNAMIC8 if math.prod(shape) >= 4096 else FLOAT32, weights=WEIGHTS[16],
+            rows=layout.rows, row=layout.row, blocks_before=0, weights_before=0, shifted=False,
+        )  # fmt: skip
+        slots.append(slot)
+    moments = adam.adam_rule(False, False, False).moments
+    made = grid.make_grid(slots, moments, [True] * len(slots))
+    return [kinds for kinds, _ in made.launches]
+
+
+@pytest.mark.parametrize("name", gpu.WORKLOADS)
+def test_stand_ins_take_the_same_launches_in_little_memory(name):
+    tensors = gpu.WORKLOADS[name]
+    small = gpu.stand_in(tensors)
+    assert shapes.elements(small) <= 2**29
+    assert launched(small) == launched(tensors)
+
+
+@pytest.mark.slow
+def test_what_is_timed_is_compiled_by_processes():
+    """Which raise what a step does."""
+    lists = [((64,), (10, 300))]
+    gpu.compile_all(["AdamW8bit", "torch AdamW fused"], lists, ["bf16"], "cpu", 2)
+    with pytest.raises(RuntimeError, match="device string"):
+        gpu.compile_all(["AdamW8bit"], lists, ["bf16"], "no such", 1)
 
 
 def test_replays_have_tables_of_their_own():

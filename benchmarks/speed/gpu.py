@@ -1,15 +1,16 @@
 """Time optimizer steps on a GPU beside torch's and other libraries'.
 
-`python -m benchmarks.speed.gpu` (`make gpu-check` runs it after the tests): every optimizer of this
-package is first held against its naive rule; if one differs, nothing is timed. Then every contender
-steps the same shapes in bf16 and fp32: 1 billion elements in one tensor, and the tensors of
-ResNet-50, GPT-2, Llama-3.1-8B and of LoRA adapters of it. Bytes per second are counted from what a
-step has to move at least and stand beside a copy measured before and after in the same process.
-Of a short list a step takes the host longer than the GPU, which in training has other work
-meanwhile; so a captured step of this package and of torch is replayed as well, which takes the GPU
-alone. (Other libraries do not say that theirs may be captured, and after one that failed CUDA's
-generator of random numbers would work no more.)
-The result file is written anew after every contender. `--markdown FILE` prints the tables of one.
+`python -m benchmarks.speed.gpu` (`make gpu-check` runs it after the tests): what this package's
+steps launch is first compiled, by several processes, and every optimizer of it held against its
+naive rule; if one differs, nothing is timed. Then every contender steps the same shapes in bf16
+and fp32: 1 billion elements in one tensor, and the tensors of ResNet-50, GPT-2, Llama-3.1-8B and
+of LoRA adapters of it. Bytes per second are counted from what a step has to move at least and
+stand beside a copy measured before and after in the same process. Of a short list a step takes the
+host longer than the GPU, which in training has other work meanwhile; so a captured step of this
+package and of torch is replayed as well, which takes the GPU alone. (Other libraries do not say
+that theirs may be captured, and after one that failed CUDA's generator of random numbers would
+work no more.) The result file is written anew after every contender. `--markdown FILE` prints the
+tables of one.
 """
 
 from __future__ import annotations
@@ -19,10 +20,13 @@ import importlib
 import importlib.util
 import itertools
 import json
+import math
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -36,6 +40,8 @@ from benchmarks.static import traffic
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 LR = 1e-4
+JOBS = min(8, os.cpu_count() or 1)
+SMALL = 2**28  # elements of a list that is compiled for as it is
 WARM_UP, LEAST_TIMED = 0.3, 0.1  # seconds of steps before those that are timed, and of these
 WORKLOADS = shapes.GPU_SHAPES
 TIMED = {"ms": "steps", "replayed_ms": "replayed"}
@@ -140,6 +146,44 @@ def _replay(optimizer: torch.optim.Optimizer) -> Callable[[], object]:
     with torch.cuda.graph(graph):
         optimizer.step()
     return graph.replay
+
+
+def stand_in(tensors: tuple[shapes.Shape, ...]) -> tuple[shapes.Shape, ...]:
+    """Tensors of which a step launches the same kernels, that take less memory."""
+    if shapes.elements(tensors) <= SMALL:
+        return tensors
+    return tuple(dict.fromkeys(map(_with_fewer_rows, tensors)))
+
+
+def _with_fewer_rows(shape: shapes.Shape) -> shapes.Shape:
+    """A shape whose last elements fill no block or tile if those of the given one do not."""
+    rows, row = shape[0], math.prod(shape[1:])
+    least = max(1024, 2**26 // row // 1024 * 1024)
+    return (min(rows, least + rows % least), *shape[1:])
+
+
+def _compile(given: tuple[str, str, tuple[shapes.Shape, ...], str]) -> None:
+    """Step as one that is timed will be."""
+    name, dtype, tensors, device = given
+    params = _parameters(tensors, DTYPES[dtype], torch.device(device))
+    optimizer = CONTENDERS[name].make(params, LR)
+    for _ in range(2):
+        optimizer.step()
+
+
+def compile_all(
+    names: list[str], lists: list[tuple[shapes.Shape, ...]], dtypes: list[str], device: str,
+    jobs: int,
+) -> None:  # fmt: skip
+    """Compile what steps of this package launch, by some processes, into Triton's cache."""
+    ours = [name for name in names if CONTENDERS[name].ours]
+    todo = [(name, "fp32", verify.SHAPES, device) for name in ours]
+    todo += [
+        (name, dtype, stand_in(tensors), device)
+        for name, dtype, tensors in itertools.product(ours, dtypes, lists)
+    ]
+    with ProcessPoolExecutor(jobs, mp_context=get_context("spawn")) as pool:
+        list(pool.map(_compile, todo))
 
 
 def _spread_of_ms(times: list[float]) -> dict[str, float]:
@@ -298,6 +342,7 @@ def main(
     workload: Annotated[list[str] | None, typer.Option(help=", ".join(WORKLOADS))] = None,
     dtype: Annotated[list[str] | None, typer.Option(help="bf16, fp32; repeatable")] = None,
     rounds: Annotated[int, typer.Option(min=1, help="timed steps of each")] = 20,
+    jobs: Annotated[int, typer.Option(min=1, help="processes that compile")] = JOBS,
     out: Annotated[Path | None, typer.Option(help="folder for gpu.json")] = None,
     markdown: Annotated[
         Path | None, typer.Option(help="print this result file's tables and time nothing")
@@ -320,6 +365,8 @@ def main(
         workloads = arguments.known("workload", workload or WORKLOADS, WORKLOADS)
         dtypes = arguments.known("dtype", dtype or DTYPES, DTYPES)
     device = torch.device("cuda")
+    chosen = {x: WORKLOADS[x] for x in workloads}
+    compile_all(names, list(chosen.values()), dtypes, device.type, jobs)
     errors = check(names, device, console)
     options = {"optimizer": optimizer, "workload": workload, "dtype": dtype, "rounds": rounds}
     head = {**report.origin("benchmarks.speed.gpu", options), "errors": errors}
@@ -328,7 +375,6 @@ def main(
     def keep(found: Mapping[str, Any]) -> None:
         report.write_json(path, {**head, **found})
 
-    chosen = {x: WORKLOADS[x] for x in workloads}
     found = run(names, chosen, dtypes, device, rounds, console, keep)
     for label, why in found["skipped"].items():
         console.print(f"left out: {label}: {why}")
