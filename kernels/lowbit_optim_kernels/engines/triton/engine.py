@@ -37,8 +37,9 @@ from .tables import LANES, Code, Tables, lanes, tables_for
 OPTIONS = {"num_warps": grid.WARPS, "enable_fp_fusion": False}
 # Registers of a thread that updates 16-bit weights and two moments of 8 bits, in whole tiles alone.
 # The assembler would take 128 where it spills none into memory with as few: 10 programs share a
-# multiprocessor then, not 8, and a step of AdamW8bit takes 4 % less time on an H200. (Of fewer
-# moments it takes fewer by itself, but would use all that it may.)
+# multiprocessor then, not 8, and a step of AdamW8bit takes 1 to 4 % less time on an H200. (Of fewer
+# moments it takes fewer by itself, but would use all that it may; and what reads the numbers of two
+# reductions, as LANS does, is spilled with Triton 3.6.)
 REGISTERS = 96
 CHUNK = 4096  # tiles whose partial sums one program adds up
 
@@ -80,7 +81,8 @@ def _options(rule: Rule, name: str, kinds: tuple[Kind, ...], ptx: bool) -> dict[
     kind, coded = kinds[0], sum(not moment.exact for moment in rule.moments)
     alone = name == "update" and len(kinds) == 1 and kind.whole and kind.align == grid.ALIGNED
     narrow = kind.p.itemsize == 2 and kind.weights.extra == 0
-    limited = ptx and alone and narrow and coded == 2 and kind.format.bits == 8
+    light = coded == 2 and len(rule.phases) < 2
+    limited = ptx and alone and narrow and light and kind.format.bits == 8
     return {**OPTIONS, "maxnreg": REGISTERS} if limited else OPTIONS
 
 
