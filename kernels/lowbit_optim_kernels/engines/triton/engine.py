@@ -35,11 +35,11 @@ from .tables import LANES, Code, Tables, lanes, tables_for
 # Sums are fused where the text says so (`rule_source`). Which others a compiler would fuse depends
 # on what else is in a kernel: a tensor would not step to the same bits in every group.
 OPTIONS = {"num_warps": grid.WARPS, "enable_fp_fusion": False}
-# Registers of a thread that updates 16-bit weights and two moments of 8 bits, in whole tiles alone.
-# The assembler would take 128 where it spills none into memory with as few: 10 programs share a
-# multiprocessor then, not 8, and a step of AdamW8bit takes 1 to 4 % less time on an H200. (Of fewer
-# moments it takes fewer by itself, but would use all that it may; and what reads the numbers of two
-# reductions, as LANS does, is spilled with Triton 3.6.)
+# Registers of a thread that updates 16-bit weights and two moments of 8 bits, in whole tiles alone,
+# by dither. The assembler would take 128 where it spills none into memory with as few: 10 programs
+# share a multiprocessor then, not 8, and a step of AdamW8bit takes 1 to 4 % less time on an H200.
+# (For less it takes fewer by itself, but would use all that it may; and what reads the numbers of
+# two reductions, as LANS does, is spilled with Triton 3.6.)
 REGISTERS = 96
 CHUNK = 4096  # tiles whose partial sums one program adds up
 
@@ -78,12 +78,12 @@ def passes(rule: Rule) -> list[str]:
 
 def _options(rule: Rule, name: str, kinds: tuple[Kind, ...], ptx: bool) -> dict[str, Any]:
     """What a launch of a per-element kernel over these kinds is compiled with."""
-    kind, coded = kinds[0], sum(not moment.exact for moment in rule.moments)
+    kind, coded = kinds[0], [moment for moment in rule.moments if not moment.exact]
     alone = name == "update" and len(kinds) == 1 and kind.whole and kind.align == grid.ALIGNED
     narrow = kind.p.itemsize == 2 and kind.weights.extra == 0
-    light = coded == 2 and len(rule.phases) < 2
-    limited = ptx and alone and narrow and light and kind.format.bits == 8
-    return {**OPTIONS, "maxnreg": REGISTERS} if limited else OPTIONS
+    two = len(coded) == 2 and any(moment.stream for moment in coded)
+    limited = two and len(rule.phases) < 2 and kind.format.bits == 8
+    return {**OPTIONS, "maxnreg": REGISTERS} if ptx and alone and narrow and limited else OPTIONS
 
 
 def compile_for(target: GPUTarget, rule: Rule, name: str, *given: tuple, **switches: bool) -> Any:
