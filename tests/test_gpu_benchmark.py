@@ -8,12 +8,10 @@ import pytest
 import torch
 
 pytest.importorskip("typer", reason="the benchmarks are command line programs")
-pytest.importorskip("triton", reason="the Triton engine needs the triton package")
 from rich.console import Console
 
 from benchmarks.common import report, shapes
 from benchmarks.speed import gpu
-from lowbit_optim_kernels.engines.triton import grid
 from lowbit_optim_kernels.formats.dynamic8 import DYNAMIC8
 from lowbit_optim_kernels.formats.float32 import FLOAT32
 from lowbit_optim_kernels.formats.layout import Layout
@@ -97,6 +95,9 @@ def test_what_does_not_fit_is_left_out_and_the_rest_timed(monkeypatch):
 
 def launched(tensors):
     """The kinds of each launch of a pass of AdamW8bit over bf16 parameters of these shapes."""
+    pytest.importorskip("triton", reason="the Triton engine needs the triton package")
+    from lowbit_optim_kernels.engines.triton import grid
+
     slots = []
     for shape in tensors:
         layout = Layout.of(shape)

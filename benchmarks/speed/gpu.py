@@ -201,9 +201,9 @@ def time_one(
     torch.manual_seed(0)
     params = _parameters(tensors, dtype, device)
     optimizer = contender.make(params, LR)
-    if contender.make.library == "torch":
-        for group in optimizer.param_groups:  # so that it may be captured
-            group.update({"capturable": True} if "capturable" in group else {})
+    for group in optimizer.param_groups if contender.make.library == "torch" else ():
+        if "capturable" in group:
+            group["capturable"] = True
     for _ in range(3):  # state, compilation, launch tables
         optimizer.step()
     _warm_up(optimizer.step, device)

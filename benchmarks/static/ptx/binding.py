@@ -15,8 +15,10 @@ from .memory import LOCAL_BASE, SHARED_BASE, WARP
 from .parser import Depot, Instruction, Program, Register, UnsupportedError, parse, split, width
 
 SPACES = ("global", "shared", "local")
-_HINTS = {"L1_evict_last", "L1_evict_first", "L1_no_allocate", "evict_last", "evict_first", "nc"}
-_HINTS |= {"L2_cache_hint"}  # which a policy follows as the last operand
+_HINTS = {
+    "L1_evict_last", "L1_evict_first", "L1_no_allocate", "evict_last", "evict_first", "nc",
+    "L2_cache_hint",  # which a policy follows as the last operand
+}  # fmt: skip
 _MATRIX_BYTES = 16  # of a row of a matrix of ldmatrix
 
 Reader = Callable[["Machine"], Array]

@@ -8,12 +8,10 @@ and names; KINDS and a few switches are left.
 from __future__ import annotations
 
 import ast
-import importlib
 import inspect
 import textwrap
 from collections.abc import Sequence
 from functools import cache
-from types import ModuleType
 from typing import Any
 
 import torch
@@ -34,7 +32,7 @@ from ...codegen.analysis import (
 from ...formats import Format, Part, Unit, constant, units
 from ...rules import Chain, Moment, Phase, Rule, RuleFunction
 from . import rule_source
-from .grid import number_of
+from .grid import module_of, number_of
 from .primitives import ROLES
 from .tables import GSCALE, LANES, LIVE, SCALARS, float_names, lanes, random_column, streams
 
@@ -117,11 +115,6 @@ def update(
         KINDS, SCALED,
     )
 """
-
-
-def module_of(format: Format) -> ModuleType:
-    """A format's functions for Triton; see docs/adding_a_format.md."""
-    return importlib.import_module(format.triton)
 
 
 def _used(rule: Rule, formats: Sequence[Format]) -> list[Format]:

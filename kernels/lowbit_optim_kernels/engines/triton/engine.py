@@ -176,8 +176,8 @@ class TritonRun:
         """The launches that take all tiles, if there are any."""
         tables, kernel = self.tables, getattr(self.kernels, name)
         with _on(self.device):
-            for i, launch in enumerate(tables.launches):
-                options = self.options[i] if name == "update" else OPTIONS
+            for launch, of_update in zip(tables.launches, self.options, strict=True):
+                options = of_update if name == "update" else OPTIONS
                 kernel[(len(launch.work),)](
                     tables.address, tables.geometry, launch.work, tables.floats, self.code_tables,
                     *extra, SCALED=self.scaled, **more, **launch.constants, **options,
@@ -246,7 +246,7 @@ def _whole_tensors(
     out: Sequence[Tensor],
 ) -> None:  # fmt: skip
     """Call this function of the format's module, or where it has none the torch engine's."""
-    own = getattr(bindings.module_of(unit.format), name, None) if unit.format.triton else None
+    own = getattr(grid.module_of(unit.format), name, None) if unit.format.triton else None
     if own is None:
         by_torch(unit, given, layout, out)
         return
