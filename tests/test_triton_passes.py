@@ -73,9 +73,10 @@ def test_a_number_takes_the_place_of_a_tensor():
         assert float(batch.tables.hyper[0, place]) == float(lr)
 
 
+@pytest.mark.parametrize("long", [grid.LONG, 0], ids=["tiles", "spans"])
 @pytest.mark.parametrize("name", ["LAMB", "SGD"])
-def test_kinds_of_many_tiles_are_launched_by_themselves(name, monkeypatch):
-    """Which changes no bit."""
+def test_kinds_of_many_tiles_are_launched_by_themselves(name, long, monkeypatch):
+    """Which changes no bit, nor does it that long tensors among them have a row for many tiles."""
     shapes = [(grid.TILE * 2 + 100,), (3 * grid.TILE,), (40, 300), (7,)]
     options = {"momentum": 0.9} if name == "SGD" else {}
 
@@ -99,11 +100,19 @@ def test_kinds_of_many_tiles_are_launched_by_themselves(name, monkeypatch):
     *together, tables = stepped()
     assert [len(launch.kinds) for launch in tables.launches] == [len(tables.kinds)]
     monkeypatch.setattr(grid, "ALONE", 5)
+    monkeypatch.setattr(grid, "LONG", long)
     *apart, tables = stepped()
     counts = [len(launch.work) for launch in tables.launches]
     assert [len(launch.kinds) for launch in tables.launches] == [1, 1, len(tables.kinds) - 2]
-    assert min(counts[:2]) >= 5
-    assert sum(counts) == tables.tiles
+    spanned = [launch.kinds[0].spanned for launch in tables.launches]
+    assert spanned == [not long, False, False]
+    if long:
+        assert min(counts[:2]) >= 5
+        assert sum(counts) == tables.tiles
+    else:
+        assert counts[0] == 2, "a row for each of two tensors"
+        assert tables.launches[0].programs == 2 * grid.SPAN
+        assert counts[1] + counts[2] == tables.tiles - 5
     for p, q in zip(together[0], apart[0], strict=True):
         assert torch.equal(p, q)
         assert all(torch.equal(together[1][p][key], x) for key, x in apart[1][q].items())

@@ -148,7 +148,7 @@ def measure(
     asked = formats.FORMATS[format if format and rule.moments else formats.OF_BITS[width]]
     chosen = asked.for_moments(rule.moments)
     stored = WEIGHTS[weights if dtype == "bf16" else "0"]
-    kind = Kind(DTYPES[dtype], DTYPES[dtype], chosen, whole, 16, stored)
+    kind = Kind(DTYPES[dtype], DTYPES[dtype], chosen, whole, 16, stored, spanned=whole)
     rule = rounded(rule, asked, dither)
     emulated = {}
     if emulate and backend == "cuda" and (asked.name != "ratio4" or ROWS[name].four):

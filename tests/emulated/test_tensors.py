@@ -9,6 +9,7 @@ from lowbit_optim_kernels import weights
 pytest.importorskip("triton", reason="the Triton engine needs the triton package")
 
 from benchmarks.static.ptx.launch import emulated
+from lowbit_optim_kernels.engines.triton import grid
 from test_triton_formats import engine_triton, split_kernel, weights_of_all_kinds
 
 SHAPES = [(4096,), (3, 272), (5, 300), (257,), (0,), ()]
@@ -97,3 +98,39 @@ def test_weights_are_split_and_joined_as_on_torch(arch, bits):
     kept = number & (high != 0)
     if kind.extra:
         assert torch.equal(low[kept].long(), residual[kept])
+
+
+@pytest.mark.parametrize("arch", [80, 90])
+@pytest.mark.parametrize(
+    ("name", "format"),
+    [("AdamW", "dynamic8"), ("AdamW", "ratio8"), ("AdamW", "ratio4"), ("LAMB", "ratio8")],
+)
+def test_long_tensors_step_to_the_same_bits_by_spans(arch, name, format, monkeypatch):
+    """Some formats ask for tiles ahead, which must not lie beyond a tensor's end."""
+
+    def stepped():
+        generator = torch.Generator().manual_seed(0)
+        shapes = [(5 * grid.TILE + 200,), (2 * grid.TILE,)]
+        params = [
+            torch.nn.Parameter(torch.randn(shape, generator=generator).bfloat16())
+            for shape in shapes
+        ]
+        optimizer = getattr(lowbit_optim, name)(params, 1e-2, state_format=format, min_8bit_size=1)
+        with emulated(arch) as emulation, lowbit_optim.use_engine("triton"):
+            for _ in range(2):
+                for p in params:
+                    p.grad = torch.randn(p.shape, generator=generator).to(p)
+                optimizer.step()
+        for counters in emulation.counters.values():
+            assert not counters.races
+            assert not counters.unwritten
+        return params, optimizer.state
+
+    together = stepped()
+    monkeypatch.setattr(grid, "ALONE", 1)
+    monkeypatch.setattr(grid, "LONG", 0)
+    monkeypatch.setattr(grid, "AHEAD", 3)
+    apart = stepped()
+    for p, q in zip(together[0], apart[0], strict=True):
+        assert torch.equal(p, q)
+        assert all(torch.equal(together[1][p][key], x) for key, x in apart[1][q].items())

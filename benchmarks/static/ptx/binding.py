@@ -217,6 +217,14 @@ def _accessing(executable: Executable, instruction: Instruction) -> Step:
     return load
 
 
+def _asking(executable: Executable, instruction: Instruction) -> Step:
+    """prefetch: the emulator has no cache, but the addresses have to be a tensor's."""
+    if instruction.opcode[1:] != ("global", "L2"):
+        raise UnsupportedError(f"the emulator does not know the prefetch {instruction.text}")
+    at = _address(executable, instruction, instruction.operands[0], "global")
+    return lambda machine: machine.ask(at(machine), instruction.text)
+
+
 def _policy(executable: Executable, instruction: Instruction) -> Step:
     """createpolicy, which says how long caches keep something: the emulator has none."""
     into = register(instruction, instruction.operands[0])
@@ -327,6 +335,7 @@ def _matrix(executable: Executable, instruction: Instruction) -> Step:
 _BINDERS: dict[str, Callable[[Executable, Instruction], Step]] = {
     "createpolicy": _policy,
     "ld": _accessing,
+    "prefetch": _asking,
     "st": _accessing,
     "shfl": _shuffling,
     "redux": _reducing,

@@ -84,6 +84,9 @@ def {name}(
     GUARDED: tl.constexpr, KINDS: tl.constexpr, SCALED: tl.constexpr,
 ):
     t, kind = passes.tensor_and_kind(work, KINDS, {ptx})
+    if KINDS[0][passes.SPANNED]:
+        if kind <= 0:
+            return
     if GUARDED:
         if passes.skipped(t, floats, {width}):
             return
@@ -104,6 +107,9 @@ def update(
     GUARDED: tl.constexpr, KINDS: tl.constexpr, SCALED: tl.constexpr,
 ):
     t, kind = passes.tensor_and_kind(work, KINDS, {ptx})
+    if KINDS[0][passes.SPANNED]:
+        if kind <= 0:
+            return
     if GUARDED:
         if passes.skipped(t, floats, {width}):
             return

@@ -178,7 +178,7 @@ class TritonRun:
         with _on(self.device):
             for launch, of_update in zip(tables.launches, self.options, strict=True):
                 options = of_update if name == "update" else OPTIONS
-                kernel[(len(launch.work),)](
+                kernel[(launch.programs,)](
                     tables.address, tables.geometry, launch.work, tables.floats, self.code_tables,
                     *extra, SCALED=self.scaled, **more, **launch.constants, **options,
                 )  # fmt: skip

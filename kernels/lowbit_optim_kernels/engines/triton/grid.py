@@ -8,6 +8,7 @@ of a tensor's rows make tiles, and the short ones make others, narrower and of m
 from __future__ import annotations
 
 import importlib
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from types import ModuleType
@@ -29,13 +30,19 @@ TILE, WARPS = 1024, 2
 ALIGNED = 16  # elements: the widest access to codes
 ALIGNMENTS = ALIGNED, 4, 1  # elements that blocks may start at multiples of
 NARROWEST = 16  # elements of a tile's block, at least
-NUMBER = 2**20  # what counts the kind in the first column of `work`: room for 2048 kinds
+NUMBER = 2**20  # what counts the kind in the first column of `work`: room for 2048 of them
 WORK = 4  # width of `work`
 FAR = 2**32  # blocks whose numbers fit 32 bits
 # Tiles of a kind that is launched by itself. With others it is a function in the machine code, and
 # the kernel may take a third more registers: that of Lion8bit 96 where it takes 70 alone, and its
 # step in bf16 13 % more time. A launch more takes the host some 30 us.
 ALONE = 2**15
+# Tiles that share a row of `work` where a kind of long tensors is launched by itself: 1 to 3 % less
+# time of a step on an H200, whose programs find the row in a cache, and no 16 bytes a tile. Long
+# are tensors of so many spans that programs beyond their ends, which do nothing, are few.
+SPAN, LONG = 512, 4
+# Tiles ahead of its own that a program asks the L2 cache for, where a format says so.
+AHEAD = 512
 # The blocks of a tile are neighbours in a tensor of one row, full blocks of rows, or short ones.
 LINE, FULL, SHORT = range(3)
 
@@ -60,6 +67,7 @@ class Kind(NamedTuple):
         blocks: LINE, FULL or SHORT.
         short: elements that a tile has room for in a SHORT block.
         shifted: whether p may begin within a block of its random bits.
+        spanned: whether a row of `work` is one of SPAN tiles; of whole ones that are LINE.
     """
 
     p: torch.dtype
@@ -72,6 +80,7 @@ class Kind(NamedTuple):
     blocks: int = LINE
     short: int = 0
     shifted: bool = False
+    spanned: bool = False
 
     @property
     def room(self) -> int:
@@ -104,6 +113,9 @@ class TileRange(NamedTuple):
     before: int = 0
 
 
+Member = tuple[int, ...]  # of a kind: a tensor, and what follows the kind in its TileRange
+
+
 @dataclass
 class Grid:
     """Tiles of a batch.
@@ -111,7 +123,8 @@ class Grid:
     Attributes:
         kinds: of the tiles there are, in one order whatever that of the tensors.
         work: a row for each program; `passes` says what it holds.
-        launches: the kinds of each launch, and where its rows of `work` end.
+        launches: the kinds of each launch, and where its rows of `work` end; of kinds that are
+            spanned SPAN programs have a row.
         tiles: how many each tensor has.
         shapes: the row of each tensor, and how many there are.
     """
@@ -198,18 +211,38 @@ def make_grid(slots: Sequence[Slot], moments: tuple[Moment, ...], aligned: Seque
     formats = {slot.format.name: slot.format for slot in slots}  # a format's own hash is slow
     scaled = {name: _has_scales(moments, format) for name, format in formats.items()}
     shapes = [_shape(slot, scaled[slot.format.name]) for slot in slots]
-    members: dict[Kind, list[tuple[int, ...]]] = {}
+    members: dict[Kind, list[Member]] = {}
     tiles = [0] * len(slots)
     for i, slot in enumerate(slots):
         for kind, *run in _tile_ranges(slot, *shapes[i], aligned[i]):
             members.setdefault(kind, []).append((i, *run))
             tiles[i] += run[1]
+    members = _spanned(members)
     kinds = tuple(sorted(members, key=_order))
     work, launches = [np.zeros((0, WORK), dtype=np.int32)], []
-    for together in _launches({kind: sum(run[2] for run in members[kind]) for kind in kinds}):
+    for together in _launches({kind: _tiles(members[kind]) for kind in kinds}):
         work += [_programs(number, kind, members[kind]) for number, kind in enumerate(together)]
         launches.append((together, sum(map(len, work))))
     return Grid(kinds, np.concatenate(work), launches, tiles, shapes)
+
+
+def _tiles(members: Sequence[Member]) -> int:
+    return sum(tiles for _, _, tiles, *_ in members)
+
+
+def _spanned(members: dict[Kind, list[Member]]) -> dict[Kind, list[Member]]:
+    """The members with the long ones of a kind apart, if they are enough for a launch."""
+    found: dict[Kind, list[Member]] = {}
+    for kind, of_kind in members.items():
+        least = LONG * SPAN if kind.whole and kind.blocks == LINE else math.inf
+        long = [member for member in of_kind if member[2] >= least]
+        if not long or _tiles(long) < ALONE:
+            found[kind] = of_kind
+            continue
+        found[kind._replace(spanned=True)] = long
+        if len(long) < len(of_kind):
+            found[kind] = [member for member in of_kind if member[2] < least]
+    return found
 
 
 def _launches(tiles: dict[Kind, int]) -> list[tuple[Kind, ...]]:
@@ -221,19 +254,22 @@ def _launches(tiles: dict[Kind, int]) -> list[tuple[Kind, ...]]:
 
 def _order(kind: Kind) -> tuple:
     """Whole tiles first; one order of the same kinds, so that they share a specialization."""
-    p, g, format, whole, align, weights, far, blocks, short, shifted = kind
-    stored = str(p), str(g), weights.bits or 0, far, shifted
+    p, g, format, whole, align, weights, far, blocks, short, shifted, spanned = kind
+    stored = str(p), str(g), weights.bits or 0, far, shifted, not spanned
     return not whole, blocks, format.bits, format.name, -align, short, stored
 
 
-def _programs(number: int, kind: Kind, members: Sequence[tuple[int, ...]]) -> np.ndarray:
-    """A row of `work` for each tile of a kind. Of members there are tensors and their runs."""
+def _programs(number: int, kind: Kind, members: Sequence[Member]) -> np.ndarray:
+    """The rows of `work` of a kind's tiles."""
     tensor, tile, tiles, block, per_row, before = np.array(members, dtype=np.int64).T
-    each = np.repeat(np.arange(len(members)), tiles)
-    within = np.arange(len(each)) - (np.cumsum(tiles) - tiles)[each]
+    span = SPAN if kind.spanned else 1
+    rows = -(-tiles // span)
+    each = np.repeat(np.arange(len(members)), rows)
+    within = span * (np.arange(len(each)) - (np.cumsum(rows) - rows)[each])
     row, column = np.divmod(block[each] + within * kind.in_tile, per_row[each])
     column += before[each]
-    entries = tensor[each] + number * NUMBER, tile[each] + within, row, column
+    counted = np.minimum(tiles[each] - within, span) if kind.spanned else number
+    entries = tensor[each] + counted * NUMBER, tile[each] + within, row, column
     return np.stack(entries, axis=1).astype(np.int32)
 
 
@@ -288,6 +324,8 @@ def constants(kinds: tuple[Kind, ...], formats: Sequence[Format]) -> dict[str, A
                 kind.blocks,
                 kind.shifted,
                 _once(kind),
+                kind.spanned,
+                _ahead(kind),
             )
             for kind, piece in zip(kinds, pieces(kinds), strict=True)
         )
@@ -310,6 +348,12 @@ def _once(kind: Kind) -> bool:
     Not in fp32, whose steps take 2 to 4 % more time so on an H200.
     """
     return kind.p.itemsize == 2 and getattr(module_of(kind.format), "ONCE", False)
+
+
+def _ahead(kind: Kind) -> int:
+    """How far ahead programs ask for tiles, or 0: in fp32, where memory is the limit without."""
+    asks = getattr(module_of(kind.format), "AHEAD", False)
+    return AHEAD if asks and kind.spanned and kind.p.itemsize == 2 else 0
 
 
 def _of_weights(weights: Weights) -> tuple[bool, int, bool, int]:

@@ -14,6 +14,7 @@ from .tiles import ALIGNED, WARP, block_bits, load, moment_bits, operand, pointe
 P_TYPE, G_TYPE, FORMAT, WHOLE, ALIGN, PIECE, FAR = (tl.constexpr(i) for i in range(7))
 SPLIT, EXTRA, DITHERED, LOW_TYPE, RUN, BARE_RUN = (tl.constexpr(i) for i in range(7, 13))
 ROOM, BLOCKS, SHIFTED, ONCE = (tl.constexpr(i) for i in range(13, 17))
+SPANNED, AHEAD = (tl.constexpr(i) for i in range(17, 19))
 BLOCK, UNITS, ORDER, INEXACT = (tl.constexpr(i) for i in range(4))  # of a format
 # Of a unit, of each of its tensors, and of its format's functions.
 CODEC, MOMENTS, EXACT, INDEX, ELEMENTS, PER_BLOCK, TABLE = (tl.constexpr(i) for i in range(7))

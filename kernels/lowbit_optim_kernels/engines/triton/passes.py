@@ -12,7 +12,8 @@ room for TILE elements: as many blocks of its tensor's format. Tables on the dev
     floats    fp32  (tensors, ...)   the same, and the hyperparameters that elements need; two
                                      uint32 numbers for every stream of random bits
     work      int32 (programs, 4)    tensor + kind * NUMBER, number of the tile in it, row of
-                                     the first block, its number there
+                                     the first block, its number there; of kinds that are SPANNED
+                                     a row for SPAN programs, with the number of tiles for the kind
     partial   fp32  (tiles, terms)   sums of a reduction's terms over one tile
     tables    fp32  (...)            look-up tables of the formats, one after the other
 
@@ -41,6 +42,7 @@ from ...batch import RESIDUAL, G, P
 from ...weights import triton as stored_weights
 from . import grid
 from .moments import (
+    AHEAD,
     ALIGN,
     BARE_RUN,
     BLOCK,
@@ -58,6 +60,7 @@ from .moments import (
     ROOM,
     RUN,
     SHIFTED,
+    SPANNED,
     SPLIT,
     UNITS,
     WHOLE,
@@ -71,12 +74,12 @@ from .scalars import FIRST_TILE, GEOMETRY, GSCALE, LIVE
 from .tiles import (
     SHORT,
     TYPES,
-    WORK,
     joined,
     load,
     number_at,
     operand,
     place,
+    row_of_work,
     store,
     weight_bits,
 )
@@ -113,8 +116,12 @@ def chain(values, CALLS: tl.constexpr):
 
 @triton.jit
 def tensor_and_kind(work, KINDS: tl.constexpr, PTX: tl.constexpr):
-    """A program's tensor, and the number of its tile's kind."""
-    entry = tl.load(work + WORK * tl.program_id(0))
+    """A program's tensor, and the number of its tile's kind.
+
+    Of a span there is one kind: instead the number of its tiles from this one on.
+    """
+    here, of_span = row_of_work(work, KINDS[0][SPANNED])
+    entry = tl.load(here)
     if PTX:
         # Plus 0, which the assembler takes for a thread's own number: it would keep addresses that
         # follow from one of the program in uniform registers, and copy them for every load.
@@ -122,10 +129,10 @@ def tensor_and_kind(work, KINDS: tl.constexpr, PTX: tl.constexpr):
             "{ .reg .b32 t; mov.u32 t, %tid.x; shr.u32 t, t, 10; add.u32 $0, $1, t; }",
             "=r,r", [entry], dtype=tl.int32, is_pure=True, pack=1,
         )  # fmt: skip
-    if len(KINDS) == 1:
+    if len(KINDS) == 1 and not KINDS[0][SPANNED]:
         return entry.to(tl.int64), entry
     else:
-        return (entry % NUMBER).to(tl.int64), entry // NUMBER
+        return (entry % NUMBER).to(tl.int64), entry // NUMBER - of_span
 
 
 @triton.jit
@@ -147,7 +154,8 @@ def read(
     RUN_HERE: tl.constexpr = KINDS[KIND][RUN if RULE[LOADS][OF_MOMENTS] else BARE_RUN]
     base, at, block, inside, mask = place(
         t, piece, geometry, work, FORMAT[BLOCK], KINDS[KIND][ROOM], KINDS[KIND][BLOCKS],
-        KINDS[KIND][WHOLE], KINDS[KIND][ALIGN], RUN_HERE, NB,
+        KINDS[KIND][WHOLE], KINDS[KIND][ALIGN], RUN_HERE, KINDS[KIND][SPANNED],
+        KINDS[KIND][AHEAD] if RULE[PTX] else 0, NB,
     )  # fmt: skip
     row_at = address + t * RULE[STRIDE]
     row_of = floats + t * RULE[WIDTH]
@@ -217,7 +225,7 @@ def update_blocks(
     if KINDS[KIND][DITHERED]:  # the first stream is theirs
         bits = weight_bits(
             of_streams, t, piece, geometry, work, FORMAT[BLOCK], KINDS[KIND][ROOM],
-            KINDS[KIND][BLOCKS], NB, KINDS[KIND][FAR], KINDS[KIND][SHIFTED],
+            KINDS[KIND][BLOCKS], KINDS[KIND][SPANNED], NB, KINDS[KIND][FAR], KINDS[KIND][SHIFTED],
         )  # fmt: skip
     high, low = stored_weights.write(
         new, bits, TYPES[KINDS[KIND][P_TYPE]], KINDS[KIND][SPLIT],
@@ -338,7 +346,7 @@ def sum_tile(
             )  # fmt: skip
             of_piece = sums_of_blocks(terms, mask, TERMS[CLEAN], KINDS[KIND][WHOLE])
             sums = put(sums, of_piece, tl.arange(0, PIECES) == piece // (NB // PIECES))
-        sums_at = partial_at(t, geometry, work, partial, TERMS[GIVES])
+        sums_at = partial_at(t, geometry, work, partial, TERMS[GIVES], KINDS[KIND][SPANNED])
         for i in tl.static_range(TERMS[GIVES]):
             tl.store(sums_at + i, tl.sum(sums[i], 0))
     else:
@@ -346,16 +354,16 @@ def sum_tile(
             t, address, geometry, work, floats, tables, 0, RULE, TERMS, FORMAT, KINDS, KIND, SCALED,
             NB,
         )  # fmt: skip
-        sums_at = partial_at(t, geometry, work, partial, TERMS[GIVES])
+        sums_at = partial_at(t, geometry, work, partial, TERMS[GIVES], KINDS[KIND][SPANNED])
         for i in tl.static_range(TERMS[GIVES]):
             tl.store(sums_at + i, total(clean(terms[i], mask, TERMS[CLEAN], KINDS[KIND][WHOLE])))
 
 
 @triton.jit
-def partial_at(t, geometry, work, partial, TERMS: tl.constexpr):
+def partial_at(t, geometry, work, partial, TERMS: tl.constexpr, SPANNED: tl.constexpr):
     """The addresses of a program's sums."""
-    tile = tl.load(geometry + t * GEOMETRY + FIRST_TILE)
-    tile += tl.load(work + WORK * tl.program_id(0) + 1)
+    here, of_span = row_of_work(work, SPANNED)
+    tile = tl.load(geometry + t * GEOMETRY + FIRST_TILE) + tl.load(here + 1) + of_span
     return partial + tile * TERMS
 
 

@@ -35,6 +35,10 @@ class Launch:
     constants: dict[str, Any]
     work: Tensor
 
+    @property
+    def programs(self) -> int:
+        return len(self.work) * (grid.SPAN if self.kinds[0].spanned else 1)
+
 
 class Code(NamedTuple):
     """The kernels that step a batch, look-up tables, and options of each launch of the update."""

@@ -10,10 +10,12 @@ from . import grid, random
 from .scalars import BEFORE, GEOMETRY, ROW, ROWS, WEIGHTS_BEFORE
 
 WORK, WEIGHT_BLOCK = tl.constexpr(grid.WORK), tl.constexpr(WEIGHT_BLOCK)
+TILE, SPAN = tl.constexpr(grid.TILE), tl.constexpr(grid.SPAN)
 ALIGNED = tl.constexpr(grid.ALIGNED)
 LINE, FULL, SHORT = (tl.constexpr(x) for x in (grid.LINE, grid.FULL, grid.SHORT))
 TYPES = tl.constexpr(tuple(grid.TYPES.values()))  # a dtype is a number in tuples
 WARP = tl.constexpr(32)  # NVIDIA's
+SECTOR = tl.constexpr(32)  # bytes that memory is read in at least
 
 
 @triton.jit
@@ -54,15 +56,25 @@ def joined(x):
 
 
 @triton.jit
+def row_of_work(work, SPANNED: tl.constexpr):
+    """A program's row of `work`, and which of the row's tiles it takes."""
+    if SPANNED:
+        return work + WORK * (tl.program_id(0) // SPAN), tl.program_id(0) % SPAN
+    else:
+        return work + WORK * tl.program_id(0), 0
+
+
+@triton.jit
 def blocks_of(t, piece, geometry, work, BLOCK: tl.constexpr, BLOCKS: tl.constexpr,
-              NB: tl.constexpr):  # fmt: skip
+              SPANNED: tl.constexpr, NB: tl.constexpr):  # fmt: skip
     """The NB blocks of a tile from `piece` on.
 
     The row of the tile's first one and its number there; of each how many rows it is further down,
     and its number there.
     """
-    line = tl.load(work + WORK * tl.program_id(0) + 2).to(tl.int64)
-    first = tl.load(work + WORK * tl.program_id(0) + 3)
+    here, of_span = row_of_work(work, SPANNED)
+    line = tl.load(here + 2).to(tl.int64)
+    first = tl.load(here + 3) + of_span * (TILE // BLOCK)
     tile = tl.arange(0, NB) + piece
     if BLOCKS == LINE:
         return first.to(tl.int64) * 0, first, tile * 0, first + tile
@@ -77,12 +89,14 @@ def blocks_of(t, piece, geometry, work, BLOCK: tl.constexpr, BLOCKS: tl.constexp
 @triton.jit
 def place(t, piece, geometry, work, BLOCK: tl.constexpr, ROOM: tl.constexpr,
           BLOCKS: tl.constexpr, WHOLE: tl.constexpr, ALIGN: tl.constexpr,
-          RUN: tl.constexpr, NB: tl.constexpr):  # fmt: skip
+          RUN: tl.constexpr, SPANNED: tl.constexpr, AHEAD: tl.constexpr,
+          NB: tl.constexpr):  # fmt: skip
     """Positions of the NB blocks of a tile from `piece` on: offsets, block numbers, masks.
 
-    The offsets are one of the tile and, added to it, those of blocks and of elements in a block.
+    The offsets are one of the tile and, added to it, those of blocks and of elements in a block;
+    and if the program asks for a tile AHEAD, that of this one.
     """
-    line, first, down, column = blocks_of(t, piece, geometry, work, BLOCK, BLOCKS, NB)
+    line, first, down, column = blocks_of(t, piece, geometry, work, BLOCK, BLOCKS, SPANNED, NB)
     row = tl.load(geometry + t * GEOMETRY + ROW)
     base = tl.multiple_of(line * row + first.to(tl.int64) * BLOCK, ALIGN)
     start = down * (row if BLOCKS == SHORT else row.to(tl.int32))  # of neighbours 32 bits will do
@@ -101,7 +115,11 @@ def place(t, piece, geometry, work, BLOCK: tl.constexpr, ROOM: tl.constexpr,
         mask = lane[None, :] < tl.multiple_of(tl.maximum(size, 0), ALIGN)[:, None]
         if ALIGN < ALIGNED:
             mask = dealt(mask, ALIGN, RUN)
-    return base, (start, lane), block, inside, mask
+    if AHEAD > 0:  # of the last tiles, which none come after, for its own
+        to_come = tl.where(base + (AHEAD + 1) * TILE <= row, base + AHEAD * TILE, base)
+        return base, (start, lane, to_come), block, inside, mask
+    else:
+        return base, (start, lane), block, inside, mask
 
 
 @triton.jit
@@ -120,14 +138,14 @@ def moment_bits(of_stream, t, block, geometry, ROOM: tl.constexpr, FAR: tl.const
 
 @triton.jit
 def weight_bits(of_stream, t, piece, geometry, work, BLOCK: tl.constexpr, ROOM: tl.constexpr,
-                BLOCKS: tl.constexpr, NB: tl.constexpr, FAR: tl.constexpr,
-                SHIFTED: tl.constexpr):  # fmt: skip
+                BLOCKS: tl.constexpr, SPANNED: tl.constexpr, NB: tl.constexpr,
+                FAR: tl.constexpr, SHIFTED: tl.constexpr):  # fmt: skip
     """The random bits that round the weights of the NB blocks of a tile from `piece` on.
 
     Of a SHIFTED tensor each 64 of them are in two blocks.
     """
     lane = tl.arange(0, ROOM)
-    line, _first, down, column = blocks_of(t, piece, geometry, work, BLOCK, BLOCKS, NB)
+    line, _first, down, column = blocks_of(t, piece, geometry, work, BLOCK, BLOCKS, SPANNED, NB)
     row = tl.load(geometry + t * GEOMETRY + ROW)
     before = (line + down) * ((row + (WEIGHT_BLOCK - 1)) // WEIGHT_BLOCK)
     column = column.to(tl.int64)
@@ -169,6 +187,17 @@ def pointer(row_at, COLUMN: tl.constexpr, TYPE: tl.constexpr):
 
 
 @triton.jit
+def ask(first, to_come):
+    """Have a tile of a tensor brought into the L2 cache."""
+    BYTES: tl.constexpr = TILE * (first.dtype.element_ty.primitive_bitwidth // 8)
+    tile = (first + to_come).to(tl.uint64)
+    tl.inline_asm_elementwise(  # (assembly has to give something)
+        "prefetch.global.L2 [$1]; mov.b32 $0, 0;", "=r,l",
+        [tile + SECTOR * tl.arange(0, BYTES // SECTOR)], dtype=tl.int32, is_pure=False, pack=1,
+    )  # fmt: skip
+
+
+@triton.jit
 def operand(row_at, base, at, COLUMN: tl.constexpr, TYPE: tl.constexpr, ALIGN: tl.constexpr,
             RUN: tl.constexpr):  # fmt: skip
     """Addresses of a tile's elements in one tensor; a thread takes at most RUN in a row.
@@ -177,7 +206,9 @@ def operand(row_at, base, at, COLUMN: tl.constexpr, TYPE: tl.constexpr, ALIGN: t
     """
     # Here and not by a function: a hint for what a call gives is lost when the call is inlined.
     first = tl.load(row_at + COLUMN).to(tl.pointer_type(TYPES[TYPE]))
-    start, lane = at
+    start, lane = at[0], at[1]
+    if len(at) == 3:
+        ask(first, at[2])
     # Of a pointer a multiple counts bytes; tensors are aligned unless ALIGN is 1.
     here = (tl.multiple_of(first, 16 if ALIGN > 1 else 1) + base) + start
     here = here[:, None] + lane[None, :]

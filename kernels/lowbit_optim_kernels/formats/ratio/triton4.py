@@ -24,7 +24,7 @@ from .triton import (
 SQUARE_LEVELS = tl.constexpr(float(of_ratio.SQUARE_LEVELS[4]))
 RATIO_LEVELS = tl.constexpr(float(of_ratio.RATIO_LEVELS[4]))
 ZERO = tl.constexpr(8.0)
-RUN = 16  # as of `ratio8`
+RUN, AHEAD = 16, True  # as of `ratio8`
 
 
 @triton.jit
