@@ -42,7 +42,7 @@ TABLE_ALIGNMENT = 32  # fp32 numbers that a format's table starts at a multiple 
 HEADER = """\
 import triton
 import triton.language as tl
-from lowbit_optim_kernels.engines.triton import passes, scalars
+from lowbit_optim_kernels.engines.triton import passes, reductions, scalars
 from lowbit_optim_kernels.engines.triton.primitives import (
     abs, exp, fused, log, maximum, minimum, negative, power, recorded, sign, single, where,
     {divide} as divide, {sqrt} as sqrt,
@@ -90,7 +90,7 @@ def {name}(
     if GUARDED:
         if passes.skipped(t, floats, {width}):
             return
-    passes.reduce(
+    reductions.reduce(
         t, kind, address, geometry, work, floats, tables, partial,
         {rule},
         {terms},

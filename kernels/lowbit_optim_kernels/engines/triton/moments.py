@@ -32,21 +32,33 @@ def pick(values, INDICES: tl.constexpr):
 
 
 @triton.jit
-def read_unit(row_at, base, at, block, inside, mask, UNIT: tl.constexpr, KINDS: tl.constexpr,
+def unit_pointers(row_at, UNIT: tl.constexpr, ALIGN: tl.constexpr):
+    """Where the tensors of a unit are, of those with a number an element and with one a block."""
+    elements, per_block = (), ()
+    for k in tl.static_range(len(UNIT[ELEMENTS])):
+        elements = elements + (
+            pointer(row_at, UNIT[ELEMENTS][k][COLUMN], UNIT[ELEMENTS][k][TYPE], ALIGN),
+        )
+    for k in tl.static_range(len(UNIT[PER_BLOCK])):
+        per_block = per_block + (
+            pointer(row_at, UNIT[PER_BLOCK][k][COLUMN], UNIT[PER_BLOCK][k][TYPE], 1),
+        )
+    return elements, per_block
+
+
+@triton.jit
+def read_unit(of_unit, base, at, block, inside, mask, UNIT: tl.constexpr, KINDS: tl.constexpr,
               KIND: tl.constexpr):  # fmt: skip
     """What is stored of a unit, per element and per block, and the addresses of both."""
     elements, scales, element_at, scale_at = (), (), (), ()
     for k in tl.static_range(len(UNIT[ELEMENTS])):
-        here = operand(
-            row_at, base, at, UNIT[ELEMENTS][k][COLUMN], UNIT[ELEMENTS][k][TYPE],
-            KINDS[KIND][ALIGN], KINDS[KIND][RUN],
-        )  # fmt: skip
+        here = operand(of_unit[0][k], base, at, KINDS[KIND][ALIGN], KINDS[KIND][RUN])
         element_at = element_at + (here,)
         elements = elements + (
             load(here, mask, UNIT[ELEMENTS][k][PAD], KINDS[KIND][WHOLE], KINDS[KIND][ONCE]),
         )
     for k in tl.static_range(len(UNIT[PER_BLOCK])):
-        here = pointer(row_at, UNIT[PER_BLOCK][k][COLUMN], UNIT[PER_BLOCK][k][TYPE]) + block
+        here = of_unit[1][k] + block
         scale_at = scale_at + (here,)
         scales = scales + (load(here, inside, UNIT[PER_BLOCK][k][PAD], KINDS[KIND][WHOLE]),)
     return elements, scales, element_at, scale_at

@@ -67,18 +67,18 @@ from .moments import (
     decoded,
     pick,
     read_unit,
+    unit_pointers,
     write_moments,
 )
-from .primitives import fused, negative, only_finite, total, widen
-from .scalars import FIRST_TILE, GEOMETRY, GSCALE, LIVE
+from .primitives import fused, negative, widen
+from .scalars import GSCALE, LIVE
 from .tiles import (
-    SHORT,
     TYPES,
-    joined,
     load,
     number_at,
     operand,
     place,
+    pointer,
     row_of_work,
     store,
     weight_bits,
@@ -142,8 +142,42 @@ def skipped(t, floats, WIDTH: tl.constexpr):
 
 
 @triton.jit
+def tensor(
+    t, address, floats, RULE: tl.constexpr, FORMAT: tl.constexpr, KINDS: tl.constexpr,
+    KIND: tl.constexpr, SCALED: tl.constexpr,
+):  # fmt: skip
+    """A tensor's scalars, what g is scaled by, and where p, its residual, g and the state are.
+
+    All of it is read before anything of the tensor, so that a program waits for it once.
+    """
+    row_at = address + t * RULE[STRIDE]
+    row_of = floats + t * RULE[WIDTH]
+    ALIGN_HERE: tl.constexpr = KINDS[KIND][ALIGN]
+    scalars = ()
+    for i in tl.static_range(len(RULE[SCALARS])):
+        if RULE[SCALARS][i][IS_LITERAL]:  # the compiler drops a multiplication by 1
+            scalars = scalars + (tl.full((), RULE[SCALARS][i][VALUE], tl.float32),)
+        else:
+            scalars = scalars + (number_at(row_of, RULE[SCALARS][i][COLUMN]),)
+    p, low, g, scale = t, t, t, t  # of what is not read, anything
+    if RULE[LOADS][OF_P]:
+        p = pointer(row_at, P, KINDS[KIND][P_TYPE], ALIGN_HERE)
+        if KINDS[KIND][EXTRA] > 0:
+            low = pointer(row_at, RESIDUAL, KINDS[KIND][LOW_TYPE], ALIGN_HERE)
+    if RULE[LOADS][OF_G]:
+        g = pointer(row_at, G, KINDS[KIND][G_TYPE], ALIGN_HERE)
+        if SCALED:
+            scale = tl.load(row_of + GSCALE)
+    units = ()
+    if RULE[LOADS][OF_MOMENTS]:
+        for i in tl.static_range(len(FORMAT[UNITS])):
+            units = units + (unit_pointers(row_at, FORMAT[UNITS][i], ALIGN_HERE),)
+    return scalars, scale, p, low, g, units
+
+
+@triton.jit
 def read(
-    t, address, geometry, work, floats, tables, piece, RULE: tl.constexpr, FORMAT: tl.constexpr,
+    t, of_tensor, geometry, work, tables, piece, RULE: tl.constexpr, FORMAT: tl.constexpr,
     KINDS: tl.constexpr, KIND: tl.constexpr, SCALED: tl.constexpr, NB: tl.constexpr,
 ):  # fmt: skip
     """The values that the rule's functions may read, of NB blocks of a tile from `piece` on.
@@ -151,41 +185,31 @@ def read(
     Scalars, p, g, and moments in the rule's order; the addresses of p, its residual and the tensors
     of each unit; and which blocks and elements there are.
     """
+    values, scale, of_p, of_low, of_g, of_units = of_tensor
     RUN_HERE: tl.constexpr = KINDS[KIND][RUN if RULE[LOADS][OF_MOMENTS] else BARE_RUN]
     base, at, block, inside, mask = place(
         t, piece, geometry, work, FORMAT[BLOCK], KINDS[KIND][ROOM], KINDS[KIND][BLOCKS],
         KINDS[KIND][WHOLE], KINDS[KIND][ALIGN], RUN_HERE, KINDS[KIND][SPANNED],
         KINDS[KIND][AHEAD] if RULE[PTX] else 0, NB,
     )  # fmt: skip
-    row_at = address + t * RULE[STRIDE]
-    row_of = floats + t * RULE[WIDTH]
-    values = ()
-    for i in tl.static_range(len(RULE[SCALARS])):
-        if RULE[SCALARS][i][IS_LITERAL]:  # the compiler drops a multiplication by 1
-            values = values + (tl.full((), RULE[SCALARS][i][VALUE], tl.float32),)
-        else:
-            values = values + (number_at(row_of, RULE[SCALARS][i][COLUMN]),)
     p_at, low_at, p, g, low = base, base, base, base, base  # of what is not read, anything
     if RULE[LOADS][OF_P]:
-        p_at = operand(row_at, base, at, P, KINDS[KIND][P_TYPE], KINDS[KIND][ALIGN], RUN_HERE)
+        p_at = operand(of_p, base, at, KINDS[KIND][ALIGN], RUN_HERE)
         p = load(p_at, mask, 0, KINDS[KIND][WHOLE], KINDS[KIND][ONCE])
         if KINDS[KIND][EXTRA] > 0:
-            low_at = operand(
-                row_at, base, at, RESIDUAL, KINDS[KIND][LOW_TYPE], KINDS[KIND][ALIGN],
-                RUN_HERE,
-            )  # fmt: skip
+            low_at = operand(of_low, base, at, KINDS[KIND][ALIGN], RUN_HERE)
             low = load(low_at, mask, 0, KINDS[KIND][WHOLE], KINDS[KIND][ONCE])
         p = stored_weights.read(p, low, KINDS[KIND][EXTRA], RULE[PTX])
     if RULE[LOADS][OF_G]:
-        g_at = operand(row_at, base, at, G, KINDS[KIND][G_TYPE], KINDS[KIND][ALIGN], RUN_HERE)
+        g_at = operand(of_g, base, at, KINDS[KIND][ALIGN], RUN_HERE)
         g = widen(load(g_at, mask, 0, KINDS[KIND][WHOLE], KINDS[KIND][ONCE]), RULE[PTX])
         if SCALED:
-            g *= tl.load(row_of + GSCALE)
+            g *= scale
     stored, moments, element_at, scale_at = (), (), (), ()
     if RULE[LOADS][OF_MOMENTS]:
         for i in tl.static_range(len(FORMAT[UNITS])):
             elements, scales, elements_at, scales_at = read_unit(
-                row_at, base, at, block, inside, mask, FORMAT[UNITS][i], KINDS, KIND
+                of_units[i], base, at, block, inside, mask, FORMAT[UNITS][i], KINDS, KIND
             )
             stored = stored + ((elements, scales),)
             element_at = element_at + (elements_at,)
@@ -206,13 +230,13 @@ def moved(p, u, shrink, rate, LITERAL: tl.constexpr):
 
 @triton.jit
 def update_blocks(
-    t, address, geometry, work, floats, tables, piece, RULE: tl.constexpr, WRITES: tl.constexpr,
+    t, of_tensor, geometry, work, floats, tables, piece, RULE: tl.constexpr, WRITES: tl.constexpr,
     FORMAT: tl.constexpr, KINDS: tl.constexpr, KIND: tl.constexpr, SCALED: tl.constexpr,
     NB: tl.constexpr,
 ):  # fmt: skip
     """Write parameters and moments of NB blocks of a tile."""
     values, addresses, block, inside, mask = read(
-        t, address, geometry, work, floats, tables, piece, RULE, FORMAT, KINDS, KIND, SCALED, NB
+        t, of_tensor, geometry, work, tables, piece, RULE, FORMAT, KINDS, KIND, SCALED, NB
     )
     of_streams = (floats + t * RULE[WIDTH] + RULE[RANDOM]).to(tl.pointer_type(tl.uint32))
     p = values[len(RULE[SCALARS])]
@@ -246,9 +270,10 @@ def update_tile(
     t, address, geometry, work, floats, tables, RULE: tl.constexpr, WRITES: tl.constexpr,
     FORMAT: tl.constexpr, KINDS: tl.constexpr, KIND: tl.constexpr, SCALED: tl.constexpr,
 ):  # fmt: skip
+    of_tensor = tensor(t, address, floats, RULE, FORMAT, KINDS, KIND, SCALED)
     for piece in range(0, TILE // KINDS[KIND][ROOM], KINDS[KIND][PIECE]):
         update_blocks(
-            t, address, geometry, work, floats, tables, piece, RULE, WRITES, FORMAT, KINDS, KIND,
+            t, of_tensor, geometry, work, floats, tables, piece, RULE, WRITES, FORMAT, KINDS, KIND,
             SCALED, KINDS[KIND][PIECE],
         )  # fmt: skip
 
@@ -276,115 +301,5 @@ def update(
             if kind == i:
                 called_update_tile(
                     t, address, geometry, work, floats, tables, RULE, WRITES,
-                    FORMATS[KINDS[i][FORMAT]], KINDS, i, SCALED,
-                )  # fmt: skip
-
-
-@triton.jit
-def terms_of_blocks(
-    t, address, geometry, work, floats, tables, piece, RULE: tl.constexpr, TERMS: tl.constexpr,
-    FORMAT: tl.constexpr, KINDS: tl.constexpr, KIND: tl.constexpr, SCALED: tl.constexpr,
-    NB: tl.constexpr,
-):  # fmt: skip
-    """The terms of a sum for each element of NB blocks, and where elements are."""
-    values, _addresses, _block, _inside, mask = read(
-        t, address, geometry, work, floats, tables, piece, RULE, FORMAT, KINDS, KIND, SCALED, NB
-    )
-    return call(chain(values, RULE[CALLS]), TERMS), mask
-
-
-@triton.jit
-def clean(term, mask, CLEAN: tl.constexpr, WHOLE: tl.constexpr):
-    """A term with zeros where it does not count: outside of the tensor, or not finite."""
-    if CLEAN:
-        term = only_finite(term)
-    if not WHOLE:
-        term = tl.where(joined(mask), term, 0.0)
-    return term
-
-
-@triton.jit
-def sums_of_blocks(terms, mask, CLEAN: tl.constexpr, WHOLE: tl.constexpr):
-    """The sums of some blocks: of a single one in a tensor of size 1."""
-    cleaned, out = (), ()
-    for i in tl.static_range(len(terms)):
-        cleaned = cleaned + (clean(terms[i], mask, CLEAN, WHOLE),)
-    for i in tl.static_range(len(terms)):
-        by_block = tl.sum(cleaned[i], 1)
-        out = out + (by_block if by_block.shape[0] == 1 else tl.sum(by_block, 0),)
-    return out
-
-
-@triton.jit
-def put(sums, of_piece, here):
-    """The sums of a tile's pieces, with those of one of them where `here`."""
-    out = ()
-    for i in tl.static_range(len(sums)):
-        out = out + (tl.where(here, of_piece[i], sums[i]),)
-    return out
-
-
-@triton.jit
-def sum_tile(
-    t, address, geometry, work, floats, tables, partial, RULE: tl.constexpr, TERMS: tl.constexpr,
-    FORMAT: tl.constexpr, KINDS: tl.constexpr, KIND: tl.constexpr, SCALED: tl.constexpr,
-):  # fmt: skip
-    """Sum terms over a tile, of unaligned blocks in quarters, short ones in eighths.
-
-    Those are read element by element, and would take most registers of a kernel.
-    """
-    NB: tl.constexpr = TILE // KINDS[KIND][ROOM]
-    PIECES: tl.constexpr = min(NB, 8 if KINDS[KIND][BLOCKS] == SHORT else 4)
-    if KINDS[KIND][ALIGN] == 1:
-        sums = ()
-        for _ in tl.static_range(TERMS[GIVES]):
-            sums = sums + (tl.zeros([PIECES], tl.float32),)
-        for piece in range(0, NB, NB // PIECES):
-            terms, mask = terms_of_blocks(
-                t, address, geometry, work, floats, tables, piece, RULE, TERMS, FORMAT, KINDS, KIND,
-                SCALED, NB // PIECES,
-            )  # fmt: skip
-            of_piece = sums_of_blocks(terms, mask, TERMS[CLEAN], KINDS[KIND][WHOLE])
-            sums = put(sums, of_piece, tl.arange(0, PIECES) == piece // (NB // PIECES))
-        sums_at = partial_at(t, geometry, work, partial, TERMS[GIVES], KINDS[KIND][SPANNED])
-        for i in tl.static_range(TERMS[GIVES]):
-            tl.store(sums_at + i, tl.sum(sums[i], 0))
-    else:
-        terms, mask = terms_of_blocks(
-            t, address, geometry, work, floats, tables, 0, RULE, TERMS, FORMAT, KINDS, KIND, SCALED,
-            NB,
-        )  # fmt: skip
-        sums_at = partial_at(t, geometry, work, partial, TERMS[GIVES], KINDS[KIND][SPANNED])
-        for i in tl.static_range(TERMS[GIVES]):
-            tl.store(sums_at + i, total(clean(terms[i], mask, TERMS[CLEAN], KINDS[KIND][WHOLE])))
-
-
-@triton.jit
-def partial_at(t, geometry, work, partial, TERMS: tl.constexpr, SPANNED: tl.constexpr):
-    """The addresses of a program's sums."""
-    here, of_span = row_of_work(work, SPANNED)
-    tile = tl.load(geometry + t * GEOMETRY + FIRST_TILE) + tl.load(here + 1) + of_span
-    return partial + tile * TERMS
-
-
-called_sum_tile = triton.jit(sum_tile.fn, noinline=True)
-
-
-@triton.jit
-def reduce(
-    t, kind, address, geometry, work, floats, tables, partial, RULE: tl.constexpr,
-    TERMS: tl.constexpr, FORMATS: tl.constexpr, KINDS: tl.constexpr, SCALED: tl.constexpr,
-):  # fmt: skip
-    """Sum the terms of a phase over a program's tile."""
-    if len(KINDS) == 1:
-        sum_tile(
-            t, address, geometry, work, floats, tables, partial, RULE, TERMS,
-            FORMATS[KINDS[0][FORMAT]], KINDS, 0, SCALED,
-        )  # fmt: skip
-    else:
-        for i in tl.static_range(len(KINDS)):
-            if kind == i:
-                called_sum_tile(
-                    t, address, geometry, work, floats, tables, partial, RULE, TERMS,
                     FORMATS[KINDS[i][FORMAT]], KINDS, i, SCALED,
                 )  # fmt: skip

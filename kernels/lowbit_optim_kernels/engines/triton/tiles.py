@@ -116,7 +116,7 @@ def place(t, piece, geometry, work, BLOCK: tl.constexpr, ROOM: tl.constexpr,
         if ALIGN < ALIGNED:
             mask = dealt(mask, ALIGN, RUN)
     if AHEAD > 0:  # of the last tiles, which none come after, for its own
-        to_come = tl.where(base + (AHEAD + 1) * TILE <= row, base + AHEAD * TILE, base)
+        to_come = base + tl.where(base + (AHEAD + 1) * TILE <= row, AHEAD * TILE, 0)
         return base, (start, lane, to_come), block, inside, mask
     else:
         return base, (start, lane), block, inside, mask
@@ -182,8 +182,11 @@ def number_at(row, COLUMN: tl.constexpr):
 
 
 @triton.jit
-def pointer(row_at, COLUMN: tl.constexpr, TYPE: tl.constexpr):
-    return tl.load(row_at + COLUMN).to(tl.pointer_type(TYPES[TYPE]))
+def pointer(row_at, COLUMN: tl.constexpr, TYPE: tl.constexpr, ALIGN: tl.constexpr):
+    """Where a tensor is; it is aligned unless ALIGN is 1."""
+    # Here and not where it is added to: a hint for an argument is lost.
+    at = tl.load(row_at + COLUMN).to(tl.pointer_type(TYPES[TYPE]))
+    return tl.multiple_of(at, 16 if ALIGN > 1 else 1)  # bytes
 
 
 @triton.jit
@@ -198,20 +201,15 @@ def ask(first, to_come):
 
 
 @triton.jit
-def operand(row_at, base, at, COLUMN: tl.constexpr, TYPE: tl.constexpr, ALIGN: tl.constexpr,
-            RUN: tl.constexpr):  # fmt: skip
-    """Addresses of a tile's elements in one tensor; a thread takes at most RUN in a row.
+def operand(first, base, at, ALIGN: tl.constexpr, RUN: tl.constexpr):
+    """Addresses of a tile's elements in the tensor at `first`; a thread takes at most RUN in a row.
 
     Those of blocks come first: what is added for an element then is a number in its instructions.
     """
-    # Here and not by a function: a hint for what a call gives is lost when the call is inlined.
-    first = tl.load(row_at + COLUMN).to(tl.pointer_type(TYPES[TYPE]))
     start, lane = at[0], at[1]
     if len(at) == 3:
         ask(first, at[2])
-    # Of a pointer a multiple counts bytes; tensors are aligned unless ALIGN is 1.
-    here = (tl.multiple_of(first, 16 if ALIGN > 1 else 1) + base) + start
-    here = here[:, None] + lane[None, :]
+    here = ((first + base) + start)[:, None] + lane[None, :]
     return dealt(here, ALIGN, RUN) if ALIGN < ALIGNED else tl.max_contiguous(here, (1, RUN))
 
 
