@@ -40,7 +40,7 @@ ALONE = 2**15
 # Tiles that share a row of `work` where a kind of long tensors is launched by itself: 1 to 3 % less
 # time of a step on an H200, whose programs find the row in a cache, and no 16 bytes a tile. Long
 # are tensors of so many spans that programs beyond their ends, which do nothing, are few.
-SPAN, LONG = 512, 4
+SPAN, LONG = 512, 8
 # Tiles ahead of its own that a program asks the L2 cache for, where a format says so.
 AHEAD = 512
 # The blocks of a tile are neighbours in a tensor of one row, full blocks of rows, or short ones.
@@ -122,9 +122,8 @@ class Grid:
 
     Attributes:
         kinds: of the tiles there are, in one order whatever that of the tensors.
-        work: a row for each program; `passes` says what it holds.
-        launches: the kinds of each launch, and where its rows of `work` end; of kinds that are
-            spanned SPAN programs have a row.
+        work: a row for each program, or SPAN of them; `passes` says what it holds.
+        launches: the kinds of each launch, and where its rows of `work` end.
         tiles: how many each tensor has.
         shapes: the row of each tensor, and how many there are.
     """
@@ -231,17 +230,21 @@ def _tiles(members: Sequence[Member]) -> int:
 
 
 def _spanned(members: dict[Kind, list[Member]]) -> dict[Kind, list[Member]]:
-    """The members with the long ones of a kind apart, if they are enough for a launch."""
+    """The members with the long ones of a kind apart, where they are enough for a launch.
+
+    The others then have to be so as well, or few: beside other kinds they would take more time.
+    """
     found: dict[Kind, list[Member]] = {}
     for kind, of_kind in members.items():
         least = LONG * SPAN if kind.whole and kind.blocks == LINE else math.inf
         long = [member for member in of_kind if member[2] >= least]
-        if not long or _tiles(long) < ALONE:
+        others = [member for member in of_kind if member[2] < least]
+        in_long, in_others = _tiles(long), _tiles(others)
+        if in_long >= ALONE and (in_others >= ALONE or in_others <= in_long / 8):
+            found[kind._replace(spanned=True)] = long
+            found |= {kind: others} if others else {}
+        else:
             found[kind] = of_kind
-            continue
-        found[kind._replace(spanned=True)] = long
-        if len(long) < len(of_kind):
-            found[kind] = [member for member in of_kind if member[2] < least]
     return found
 
 
