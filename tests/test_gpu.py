@@ -276,6 +276,44 @@ def test_a_step_allocates_next_to_nothing():
     assert torch.cuda.max_memory_allocated() - before < 0.01 * p.nbytes
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(
+    ("name", "format"),
+    [("AdamW", "dynamic8"), ("AdamW", "ratio8"), ("AdamW", "ratio4"), ("LAMB", "ratio8")],
+)
+def test_long_tensors_step_to_the_same_bits_by_spans(name, format, dtype, monkeypatch):
+    """And programs beyond the end of one do nothing: the second fills no whole number of spans."""
+    grid = pytest.importorskip("lowbit_optim_kernels.engines.triton.grid")
+    shapes = [(grid.ALONE * grid.TILE + 200,), (grid.LONG * grid.SPAN + 1, grid.TILE)]
+
+    def stepped():
+        generator = torch.Generator("cuda").manual_seed(0)
+        params = [
+            torch.nn.Parameter(torch.randn(s, generator=generator, device="cuda").to(dtype) * 0.1)
+            for s in shapes
+        ]
+        optimizer = getattr(lowbit_optim, name)(params, lr=1e-2, state_format=format)
+        for _ in range(2):
+            for p in params:
+                p.grad = torch.randn(p.shape, generator=generator, device="cuda").to(dtype)
+            optimizer.step()
+        kinds = [
+            kind
+            for plan in optimizer.plans.values()
+            for batch in plan.batches
+            for kind in batch.tables.kinds
+        ]
+        return params, optimizer.state, any(kind.spanned for kind in kinds)
+
+    *by_spans, spanned = stepped()
+    monkeypatch.setattr(grid, "ALONE", 2**31)
+    *by_tiles, other = stepped()
+    assert (spanned, other) == (True, False)
+    for p, q in zip(by_spans[0], by_tiles[0], strict=True):
+        assert torch.equal(p, q)
+        assert all(torch.equal(by_spans[1][p][key], x) for key, x in by_tiles[1][q].items())
+
+
 def test_more_than_two_to_the_31_elements():
     """The last elements of a huge tensor are stepped like those of a small one, to nearest."""
     count = 2**31 + 5000
