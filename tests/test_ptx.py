@@ -7,12 +7,7 @@ from benchmarks.static.ptx.arithmetic import dtype_of, wide
 from benchmarks.static.ptx.binding import Executable
 from benchmarks.static.ptx.flow import launch
 from benchmarks.static.ptx.instructions import operation
-from benchmarks.static.ptx.memory import (
-    Allocation,
-    FaultError,
-    GlobalMemory,
-    shared_wavefronts,
-)
+from benchmarks.static.ptx.memory import Allocation, FaultError, GlobalMemory, shared_wavefronts
 from benchmarks.static.ptx.parser import UnsupportedError
 
 OUT, IN, THREADS = 0x100000, 0x200000, 64
@@ -109,6 +104,7 @@ def test_lanes_that_store_the_same_number_are_no_race():
     ("body", "words"),
     [
         ("st.global.b32 [%rd3+260], %r1;", "out of bounds: byte 512 to 516 of out"),
+        ("prefetch.global.L2 [%rd3+261];", "out of bounds: byte 513 to 514 of out"),
         ("ld.shared.b32 %r4, [%r2+-4];", "of shared memory"),
         ("st.global.v2.b32 [%rd3], {%r1, %r1};", "misaligned: 32 lanes"),
         ("st.global.b32 [%rd2], %r1;", "in is only to be read"),

@@ -175,10 +175,10 @@ class Machine:
         self._count(f"store {space}", at, data.shape[1], lanes)
 
     def ask(self, address: Array, text: str) -> None:
-        """Have a sector of global memory brought into a cache."""
+        """Have the sectors of these bytes of global memory brought into a cache."""
         space, who, address, lanes = self._access("global", address)
-        _, at = self._locate(space, who, address, SECTOR, False, text)
-        self._count("ask global", at, SECTOR, lanes)
+        _, at = self._locate(space, who, address, 1, False, text)
+        self._count("ask global", at, 1, lanes)
 
     def _count(self, what: str, at: Array, size: int, lanes: Lanes) -> None:
         if not self.counting:

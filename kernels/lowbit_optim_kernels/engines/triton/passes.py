@@ -27,10 +27,10 @@ a launch all is one function in the machine code. With several there is one for 
 inlined, the compiler would give the tiles of all kinds one layout, and with it other accesses and
 another order of sums than a kind has alone. So a tensor's bits do not depend on its neighbours.
 
-`bindings` writes the kernels, each a call of a function here with constants: a RULE and the FORMATS
-are tuples, and what stands where in them is named below. A function of a rule or of a format is
-such a constant too. (Triton 3.7 loses the names of a NamedTuple, and no tuple can hold None: what
-is not needed is any tensor.)
+`bindings` writes the kernels, each a call of a function here or in `reductions` with constants: a
+RULE and the FORMATS are tuples, and what stands where in them is named below. A function of a rule
+or of a format is such a constant too. (Triton 3.7 loses the names of a NamedTuple, and no tuple can
+hold None: what is not needed is any tensor.)
 """
 
 from __future__ import annotations
