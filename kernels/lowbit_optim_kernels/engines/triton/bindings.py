@@ -77,12 +77,8 @@ def keep(address, scalars_, count):
     scalars.keep(address, scalars_, count, {stride}, {width}, {kept}, {lanes})
 """
 
-REDUCE = """\
-@triton.jit
-def {name}(
-    address, geometry, work, floats, tables, partial,
-    GUARDED: tl.constexpr, KINDS: tl.constexpr, SCALED: tl.constexpr,
-):
+# Only a kernel may end before its last line; a function that it calls has to run to its end.
+FIND_TILE = """\
     t, kind = passes.tensor_and_kind(work, KINDS, {ptx})
     if KINDS[0][passes.SPANNED]:
         if kind <= 0:
@@ -90,6 +86,18 @@ def {name}(
     if GUARDED:
         if passes.skipped(t, floats, {width}):
             return
+"""
+
+REDUCE = (
+    """\
+@triton.jit
+def {name}(
+    address, geometry, work, floats, tables, partial,
+    GUARDED: tl.constexpr, KINDS: tl.constexpr, SCALED: tl.constexpr,
+):
+"""
+    + FIND_TILE
+    + """\
     reductions.reduce(
         t, kind, address, geometry, work, floats, tables, partial,
         {rule},
@@ -98,21 +106,18 @@ def {name}(
         KINDS, SCALED,
     )
 """
+)
 
-# Only a kernel may end before its last line; a function that it calls has to run to its end.
-UPDATE = """\
+UPDATE = (
+    """\
 @triton.jit
 def update(
     address, geometry, work, floats, tables,
     GUARDED: tl.constexpr, KINDS: tl.constexpr, SCALED: tl.constexpr,
 ):
-    t, kind = passes.tensor_and_kind(work, KINDS, {ptx})
-    if KINDS[0][passes.SPANNED]:
-        if kind <= 0:
-            return
-    if GUARDED:
-        if passes.skipped(t, floats, {width}):
-            return
+"""
+    + FIND_TILE
+    + """\
     passes.update(
         t, kind, address, geometry, work, floats, tables,
         {rule},
@@ -121,6 +126,7 @@ def update(
         KINDS, SCALED,
     )
 """
+)
 
 
 def _used(rule: Rule, formats: Sequence[Format]) -> list[Format]:

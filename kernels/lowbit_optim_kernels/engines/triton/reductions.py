@@ -6,16 +6,7 @@ import triton
 import triton.language as tl
 
 from .moments import ALIGN, BLOCKS, FORMAT, ROOM, SPANNED, WHOLE
-from .passes import (
-    CALLS,
-    CLEAN,
-    GIVES,
-    TILE,
-    call,
-    chain,
-    read,
-    tensor,
-)
+from .passes import CALLS, CLEAN, GIVES, TILE, call, chain, read, tensor
 from .primitives import only_finite, total
 from .scalars import FIRST_TILE, GEOMETRY
 from .tiles import SHORT, joined, row_of_work
