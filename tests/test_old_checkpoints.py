@@ -82,7 +82,9 @@ def test_an_old_checkpoint_goes_on(name):
             if value.dtype == torch.uint8:
                 assert (got - value.double()).abs().max() <= 1, key
             else:
-                torch.testing.assert_close(got, value.double(), rtol=1e-5, atol=1e-9)
+                # Matrix products of LearnedGradient are as exact as their largest elements.
+                atol = 1e-7 * value.abs().max().item()
+                torch.testing.assert_close(got, value.double(), rtol=1e-5, atol=max(atol, 1e-9))
 
 
 def test_every_class_of_that_version_has_one():
