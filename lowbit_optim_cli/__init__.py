@@ -17,7 +17,7 @@ def main() -> None:
     missing = [name for name in NEEDED if importlib.util.find_spec(name) is None]
     if missing:
         print(
-            f"lowbit-optim needs {' and '.join(missing)}: pip install 'lowbit_optim[cli]'",
+            f"lowbit-optim needs {' and '.join(missing)}: pip install {' '.join(missing)}",
             file=sys.stderr,
         )
         sys.exit(2)

@@ -47,7 +47,7 @@ def of_config(path: Path, config: dict[str, Any], dtype: str) -> Model:
     except ImportError as error:
         raise Refused(
             f"{path}, a {config['model_type']!r}, needs transformers ({sentence(error)}): "
-            "pip install 'lowbit_optim[hf]'"
+            "pip install transformers"
         ) from None
     transformers.logging.set_verbosity_error()
     if config["model_type"] not in transformers.CONFIG_MAPPING:

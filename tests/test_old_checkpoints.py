@@ -1,7 +1,7 @@
 """Checkpoints that an earlier version wrote load bit for bit and go on as that version did.
 
 `tests/data/checkpoints` has one for each class, made by `python tests/test_old_checkpoints.py` at
-the version before state formats became objects (0.1.0, state dicts of format version 1).
+the version before state formats became objects (state dicts of format version 1).
 """
 
 from pathlib import Path

@@ -8,8 +8,8 @@ rounding of moments to nearest, `--row 300` rows of so many elements. `--no-emul
 emulation out. `--peers` compiles other libraries' kernels in the same way, if they are installed.
 
 The rates are a model's: memory, the issue of instructions (four warps a cycle and multiprocessor)
-and the load/store unit (a wavefront a cycle and multiprocessor), each at its peak and alone. It was
-not checked on a device, and knows neither latency nor caches.
+and the load/store unit (a wavefront a cycle and multiprocessor), each at its peak and alone. It
+knows neither caches nor latency, and that was the limit on an H200 (docs/gpu.md).
 """
 
 from __future__ import annotations
@@ -246,7 +246,7 @@ def show(console: Console, rows: list[dict[str, Any]], targets: list[str]) -> No
         )
     console.print(
         "Rates: G elements/s, each at its peak and alone: memory; 4 warp instructions and 1 "
-        "wavefront a cycle and multiprocessor. A model that was not checked on a device."
+        "wavefront a cycle and multiprocessor. It knows no latency, the limit on an H200."
     )
 
 

@@ -42,7 +42,9 @@ def loader():
 
 
 def test_every_page_is_followed():
-    tested = {"hf_trainer", "accelerate", "lightning", "timm", "coming_from_bitsandbytes"}
+    tested = {
+        "hf_trainer", "accelerate", "lightning", "timm", "coming_from_bitsandbytes", "small_gpu",
+    }  # fmt: skip
     elsewhere = {"coming_from_torch", "sharded"}  # tests/test_guides.py
     without_code = {"deepspeed"}
     assert {page.stem for page in GUIDES.glob("*.md")} == tested | elsewhere | without_code
@@ -56,6 +58,18 @@ def test_hf_trainer(tmp_path):
     assert bits_of(optimizer, model.transformer.wte.weight) == 32
     assert bits_of(optimizer, model.transformer.h[0].mlp.c_fc.weight) == 8
     assert done["trainer"].state.global_step == 20
+
+
+@pytest.mark.filterwarnings("ignore:'pin_memory' argument is set as true:UserWarning")
+@pytest.mark.filterwarnings("ignore:.gradient_checkpointing. is deprecated:FutureWarning")
+def test_small_gpu(tmp_path):
+    done = run("small_gpu.md", model=gpt2(), dataset=Sequences(64), folder=str(tmp_path))
+    model, optimizer = done["model"], done["trainer"].optimizer.optimizer
+    assert {p.dtype for p in model.parameters()} == {torch.bfloat16}
+    assert all(p.grad is None for p in model.parameters())
+    assert optimizer is done["optimizer"]
+    assert {int(state["step"]) for state in optimizer.state.values()} == {10}
+    assert bits_of(optimizer, model.transformer.h[0].mlp.c_fc.weight) == 8
 
 
 def test_accelerate(tmp_path, loader):

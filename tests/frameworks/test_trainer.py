@@ -4,7 +4,14 @@ import pytest
 import torch
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
-from lowbit_optim import LARS_PRESETS, LANS8bit, LARS8bit, ScheduleFreeAdamW8bit
+from lowbit_optim import (
+    LARS_PRESETS,
+    AdamW8bit,
+    LANS8bit,
+    LARS8bit,
+    ScheduleFreeAdamW8bit,
+    release_gradients,
+)
 from lowbit_optim.bitsandbytes import optim, patch
 from lowbit_optim.hf import embeddings_in_32_bits
 from tiny import Sequences, bits_of, gpt2, same_parameters
@@ -110,6 +117,39 @@ def test_resuming_gives_the_same_losses(tmp_path, manager, name, dtype):
             one.model.transformer.h[0].mlp.c_fc.weight, one.model.transformer.wte.weight,
         )  # fmt: skip
         assert [bits_of(one.optimizer.optimizer, p) for p in (body, embedding)] == [8, 32]
+
+
+# By the name that versions before 5.24 have, too.
+@pytest.mark.filterwarnings("ignore:.gradient_checkpointing. is deprecated:FutureWarning")
+@pytest.mark.parametrize("clip", [None, 1.0])
+def test_released_gradients_train_and_resume_as_whole_ones(tmp_path, clip):
+    def trainer(released):
+        model = gpt2(torch.bfloat16)
+        optimizer = AdamW8bit(model.parameters(), lr=3e-3)
+        if released:
+            release_gradients(optimizer, model, bucket_bytes=0, clip_previous_norm=clip)
+        args = arguments(
+            tmp_path, max_grad_norm=0, gradient_checkpointing=True, save_strategy="steps",
+            save_steps=STEPS // 2,
+        )  # fmt: skip
+        return Trainer(
+            model=model, args=args, train_dataset=Sequences(), optimizers=(optimizer, None)
+        )
+
+    straight = trainer(True)
+    straight.train()
+    assert all(p.grad is None for p in straight.model.parameters())
+    resumed = trainer(True)
+    resumed.train(resume_from_checkpoint=str(tmp_path / f"checkpoint-{STEPS // 2}"))
+    assert losses_of(resumed) == losses_of(straight)
+    assert same_parameters(resumed.model, straight.model)
+    losses = losses_of(straight)
+    assert losses[STEPS] < losses[1] - 0.3
+    if clip is None:
+        whole = trainer(False)
+        whole.train()
+        assert losses_of(whole) == losses
+        assert same_parameters(whole.model, straight.model)
 
 
 def test_schedule_free_holds_the_average_from_an_evaluation_to_the_next_step(tmp_path):
