@@ -89,7 +89,7 @@ def dequantize_blockwise(
             f"absmax must have shape {wanted} for codes of shape {tuple(codes.shape)}; got "
             f"{tuple(absmax.shape)}"
         )
-    scales = absmax.detach().to(device=codes.device, dtype=torch.float32).contiguous()
+    scales = absmax.detach().to(device=codes.device, dtype=torch.float32).resolve_neg().contiguous()
     return dispatch.decode(unit, [codes.contiguous(), scales], codes.shape, dtype)[0]
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import inspect
 import itertools
 import weakref
 from collections.abc import Callable, Hashable, Iterable, Mapping
@@ -24,18 +25,29 @@ NEUTRAL = {
 }  # fmt: skip
 
 _all_settings: dict[str, None] = {}
+_own_settings: set[str] = set()  # of the optimizers of this package
 _counter = itertools.count(1)
 
 
-def know_settings(names: Iterable[str]) -> None:
+def know_settings(cls: type) -> None:
     """Add the constructor arguments of an optimizer to what may be overridden."""
-    own = (n for n in names if n not in NOT_SETTINGS + NOT_PER_PARAMETER)
-    _all_settings.update(dict.fromkeys(own))
+    variable = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    names = [
+        name
+        for name, argument in inspect.signature(cls).parameters.items()
+        if argument.kind not in variable and name not in NOT_SETTINGS + NOT_PER_PARAMETER
+    ]
+    _all_settings.update(dict.fromkeys(names))
+    if cls.__module__.partition(".")[0] == __package__:
+        _own_settings.update(names)
 
 
-def all_settings() -> set[str]:
-    """The constructor arguments of all optimizers, but those that say how to run."""
-    return set(_all_settings)
+def own_settings() -> set[str]:
+    """The constructor arguments of this package's optimizers, but those that say how to run.
+
+    Not those of classes that a user has made of them: any group may have keys of such a name.
+    """
+    return set(_own_settings)
 
 
 def _checked(config: Mapping[str, Any]) -> dict[str, Any]:

@@ -13,6 +13,7 @@ from lowbit_optim_kernels.weights import RESIDUAL_KEY, as_integers, converted, s
 
 from . import _checks, _sharding
 from ._agreement import agreeing
+from ._checkpoint_base import steppable
 from ._gradients import is_left_alone
 from ._optimizer import LowBitOptimizer, require_own
 from ._tensor_checks import require_dense, require_shape, require_values
@@ -76,9 +77,10 @@ def load_master_weights(
         given = _by_name(weights, [name for name, _, _ in members])
         for name, p, _ in members:
             _check_weight(name, given[name], p)
-    for name, p, group in members:
-        set_weight(optimizer, p, group, given[name])
-        optimizer._restart_from_weight(p, group)
+    with steppable():
+        for name, p, group in members:
+            set_weight(optimizer, p, group, given[name])
+            optimizer._restart_from_weight(p, group)
 
 
 def _check_weight(name: Name, weight: Any, p: Tensor) -> None:

@@ -46,7 +46,7 @@ class LowBitOptimizer(StepBase):
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
-        _manager.know_settings(inspect.signature(cls.__init__).parameters)
+        _manager.know_settings(cls)
 
     def __init__(self, params: Any, defaults: dict[str, Any], args: Any = None) -> None:
         _bitsandbytes_arguments.replace_by_args(defaults, args)

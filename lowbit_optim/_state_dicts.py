@@ -103,7 +103,7 @@ def _check_without_header(
     timm's RMSpropTF does.
     """
     keys = {key for group in state_dict["param_groups"] for key in group}
-    foreign = (keys & _manager.all_settings()).difference(known)
+    foreign = (keys & _manager.own_settings()).difference(known)
     if foreign:
         raise ValueError(
             f"state_dict is of another optimizer than {family!r}, which has no "

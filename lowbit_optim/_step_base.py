@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Container, Iterator, Mapping
-from itertools import chain
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from lowbit_optim_kernels import dispatch, dither
-from lowbit_optim_kernels.batch import Slot, batches_of
+from lowbit_optim_kernels.batch import Batch, Slot, batches_of, memory_of, note_order
 from lowbit_optim_kernels.engines.registry import ENGINES
 from lowbit_optim_kernels.formats import parts_of
 from lowbit_optim_kernels.formats.float32 import FLOAT32
@@ -75,20 +74,25 @@ class StepBase(CheckpointBase):
         for (key, plan), (_, members) in zip(plans.items(), alike, strict=True):
             self._set_values(plan, list(members.values()))
             plan.take_tables(last.get(key))
-        all_batches = chain.from_iterable(plan.batches for plan in plans.values())
-        batches = [batch for batch in all_batches if len(batch.missing) < len(batch.slots)]
+        steps = [
+            (plan, batch)
+            for plan in plans.values()
+            for batch in plan.batches
+            if len(batch.missing) < len(batch.slots)
+        ]
 
         def keep_states() -> None:
             for plan in plans.values():
                 self.state.update(plan.new_states)
 
-        if batches:
-            sharded = any(batch.shards for batch in batches)
-            all_reduce = _sharding.all_reduce if sharded else None
+        sharded = any(batch.shards for _, batch in steps)
+        all_reduce = _sharding.all_reduce if sharded else None
+        for together in _in_turn(steps):
+            batches = [batch for _, batch in together]
             dispatch.step(batches, all_reduce=all_reduce, ready=keep_states)
+            for plan, batch in together:
+                plan.write_back(batch)
         written = [p for plan in plans.values() for p in plan.written()]
-        for plan in plans.values():
-            plan.write_back()
         # Compiled engines write through addresses, which autograd's version counters do not see.
         if written:
             torch.autograd.graph.increment_version(written)
@@ -228,6 +232,8 @@ class StepBase(CheckpointBase):
             plan.new_states[p] = state
         slot = self._slot(p, work, dispatch.readable(g, member.engine), group, state)
         slot.index = i
+        if i in plan.staged:
+            slot.memory = memory_of(plan.held[i])
         if share is not None:
             share.locate(slot)
         return slot
@@ -264,3 +270,22 @@ class StepBase(CheckpointBase):
             lasting=tuple(state[x.key] for x in self._lasting(group)),
             weights=self._weights(p, group), residual=state.get(RESIDUAL_KEY),
         )  # fmt: skip
+
+
+def _in_turn(
+    steps: list[tuple[StepPlan, Batch]],
+) -> Iterator[list[tuple[StepPlan, Batch]]]:
+    """Batches of plans that are stepped together; one by one where copies share memory.
+
+    A copy is made anew then from what the batches before have written.
+    """
+    if not any(plan.staged for plan, _ in steps):
+        yield from filter(None, [steps])
+        return
+    note_order([batch for _, batch in steps])
+    if not any(plan.copies(batch) & batch.sharing for plan, batch in steps):
+        yield steps
+        return
+    for plan, batch in steps:
+        plan.renew_copies(batch)
+        yield [(plan, batch)]

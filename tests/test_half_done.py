@@ -143,6 +143,28 @@ def test_an_interrupt_before_anything_is_written(engine, device, method, batch, 
     assert continues_like(optimizer, twin)
 
 
+@pytest.mark.parametrize("broken", ["_keep", "_pass"])
+def test_a_kernel_that_does_not_compile_after_others_were_launched(broken, device, monkeypatch):
+    """What has been written stays counted; where nothing has, the count is taken back."""
+    engine_triton = compiled("triton")
+    with lowbit_optim.use_engine("triton"):
+        params = [p.detach().to(device).requires_grad_() for p in parameters(shapes=[(300,)])]
+        optimizer = train(lowbit_optim.ScheduleFreeAdamW8bit(params, min_8bit_size=1), 1)
+        before = snapshot(optimizer)
+
+        def fails(*args, **options):
+            raise RuntimeError("does not compile")
+
+        give_gradients(params, 1)
+        with monkeypatch.context() as patch:
+            patch.setattr(engine_triton.TritonRun, broken, fails)
+            with pytest.raises(RuntimeError, match="does not compile"):
+                optimizer.step()
+        (state,) = optimizer.state.values()
+        assert int(state["step"]) == (2 if broken == "_keep" else 1)
+        assert identical(snapshot(optimizer), before) == (broken == "_pass")
+
+
 @pytest.mark.parametrize("name", ["stack", "where", "finish"])
 def test_memory_that_runs_out_within_a_step_of_torch_operators(name, monkeypatch):
     """In `begin`, in a reduction, and in what `finish` does before it writes."""

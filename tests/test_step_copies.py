@@ -70,3 +70,47 @@ def test_a_parameter_that_comes_to_share_memory_is_refused(monkeypatch):
     give_gradients(params, 2)
     with pytest.raises(RuntimeError, match="share memory"):
         optimizer.step()
+
+
+TIED = {
+    "a matrix and its transpose": lambda base: [base, base.t()],
+    "a transpose and its matrix": lambda base: [base.t(), base],
+    "a transpose twice": lambda base: [base.t(), base.t()],
+    "columns that overlap": lambda base: [base[:, :20], base[:, 10:]],
+    "columns beside each other": lambda base: [base[:, :20], base[:, 20:]],
+}
+
+
+@pytest.mark.parametrize("groups", [1, 2])
+@pytest.mark.parametrize("tied", TIED)
+def test_copies_of_one_memory_are_stepped_one_after_the_other(tied, groups, engine, device):
+    """As by torch, whose steps each see what the one before has written."""
+    ends = []
+    for cls in (torch.optim.SGD, lowbit_optim.SGD32bit):
+        base = torch.linspace(-1, 1, 24 * 36, device=device).reshape(24, 36)
+        params = TIED[tied](base)
+        listed = [{"params": [p], "maximize": k == 1 and groups == 2} for k, p in enumerate(params)]
+        optimizer = cls(listed if groups == 2 else params, lr=0.1, momentum=0.9)
+        for t in range(4):
+            for k, p in enumerate(params):
+                p.grad = torch.full_like(p, k + 1.0 + t) if (t, k) != (2, 1) else None
+            optimizer.step()
+        ends.append(base)
+    torch.testing.assert_close(*ends)
+
+
+def test_a_tied_autoencoder_trains_as_by_torch(engine):
+    ends = []
+    for cls in (torch.optim.AdamW, lowbit_optim.AdamW32bit):
+        torch.manual_seed(0)
+        encoder, decoder = torch.nn.Linear(32, 8), torch.nn.Linear(8, 32)
+        decoder.weight.data = encoder.weight.data.t()
+        x = torch.randn(64, 32)
+        optimizer = cls([*encoder.parameters(), *decoder.parameters()], lr=1e-2)
+        for _ in range(20):
+            optimizer.zero_grad()
+            (decoder(encoder(x).tanh()) - x).square().mean().backward()
+            optimizer.step()
+        assert torch.equal(decoder.weight, encoder.weight.t())
+        ends.append(encoder.weight.detach())
+    torch.testing.assert_close(*ends, rtol=1e-4, atol=1e-6)

@@ -146,6 +146,20 @@ def test_what_is_loaded_in_inference_mode_is_stepped_outside(case, engine):
         train(target, 1)
 
 
+@pytest.mark.parametrize("engine", ["torch", "numba"])
+def test_weights_that_are_loaded_in_inference_mode_are_stepped_outside(engine):
+    with lowbit_optim.use_engine(engine):
+        ends = []
+        for within in (False, True):
+            params = parameters(torch.bfloat16)
+            optimizer = lowbit_optim.AdamW8bit(params, master_weight_bits=24, min_8bit_size=1)
+            given = [p.detach().float() + 1e-4 for p in params]
+            with torch.inference_mode(within):
+                lowbit_optim.load_master_weights(optimizer, given)
+            ends.append(snapshot(train(optimizer, 1)))
+        assert identical(*ends)
+
+
 @CLASSES
 @pytest.mark.parametrize("overflow", [0.0, 1.0])
 def test_numbers_of_a_scaler_may_have_a_dimension(case, engine, overflow):

@@ -49,6 +49,7 @@ class Slot:
         blocks_before: the number of its first block in the global tensor.
         weights_before: the place of its first weight there: `WEIGHT_BLOCK` times the number of the
             block of random bits that it is rounded by, and the lane in that.
+        memory: where that of the parameter begins and ends, if p is a copy of it.
     """
 
     p: Tensor
@@ -68,6 +69,7 @@ class Slot:
     tensor_key: int = 0
     blocks_before: int = 0
     weights_before: int = 0
+    memory: tuple[int, int] | None = None
 
     @property
     def shifted(self) -> bool:
@@ -125,6 +127,7 @@ class Batch:
     """Slots of one device and engine, their rule, and this step's run-time values.
 
     No two slots share a parameter's memory: such ones are stepped in batches one after the other.
+    (Two whose memory is interleaved, as that of two columns of a matrix, count as sharing it.)
 
     Attributes:
         rule: the update rule.
@@ -149,7 +152,8 @@ class Batch:
         key: all that the engine's tables depend on beside addresses.
         turn: how many batches before it in its step plan have parameters of the same memory.
         follows: whether any batch before it in the step has.
-        noted: those among which that was noted, by their ids.
+        sharing: the places of slots with whose parameters others in the step share memory.
+        noted: ids of the step's batches when `follows` and `sharing` were worked out.
     """
 
     rule: Rule
@@ -172,6 +176,7 @@ class Batch:
     key: tuple = ()
     turn: int = 0
     follows: bool = False
+    sharing: frozenset[int] = frozenset()
     noted: list[int] = field(default_factory=list)
 
     @property
@@ -236,10 +241,19 @@ class Batch:
             self.slots[place].p = p
 
 
+def memory_of(x: Tensor) -> tuple[int, int]:
+    """The addresses at which a tensor's elements begin and end; both 0 if there are none."""
+    start = x.data_ptr()
+    if not (start and x.numel()):
+        return 0, 0
+    last = sum((n - 1) * stride for n, stride in zip(x.shape, x.stride(), strict=True))
+    return start, start + (last + 1) * x.element_size()
+
+
 def _sharing(slots: Iterable[tuple[int, Slot]]) -> Iterator[tuple[int, int]]:
     """The numbers, the lower first, of every two slots that share a parameter's memory."""
-    starts = ((slot.p.data_ptr(), slot.p.nbytes, i) for i, slot in slots)
-    spans = sorted((start, start + size, i) for start, size, i in starts if start and size)
+    each = ((*(slot.memory or memory_of(slot.p)), i) for i, slot in slots)
+    spans = sorted(span for span in each if span[0] < span[1])
     for k, (_, end, i) in enumerate(spans):
         for m in range(k + 1, len(spans)):
             start, _, j = spans[m]
@@ -280,14 +294,18 @@ def batches_of(
 
 
 def note_order(batches: Sequence[Batch]) -> None:
-    """Note which batches of a step have parameters that an earlier one writes."""
+    """Note which batches of a step have parameters that an earlier one, or any other, writes."""
     order = [id(batch) for batch in batches]
     if all(batch.reused and batch.noted == order for batch in batches):
         return
-    slots = ((k, slot) for k, batch in enumerate(batches) for slot in batch.slots)
-    later = {j for i, j in _sharing(slots) if i != j}
+    places = [(k, place) for k, batch in enumerate(batches) for place in range(len(batch.slots))]
+    slots = (slot for batch in batches for slot in batch.slots)
+    pairs = [(places[i], places[j]) for i, j in _sharing(enumerate(slots))]
+    later = {j for (i, _), (j, _) in pairs if i != j}
+    sharing = {one for pair in pairs for one in pair}
     for k, batch in enumerate(batches):
         batch.follows, batch.noted = k in later, order
+        batch.sharing = frozenset(place for i, place in sharing if i == k)
 
 
 class Run(Protocol):

@@ -138,7 +138,7 @@ def encode(unit: Unit, values: Sequence[Tensor], shape: torch.Size) -> dict[str,
         torch.empty(part.shape(shape, layout.block), dtype=part.dtype, device=device)
         for part in unit.parts
     ]
-    values = [x.detach().contiguous() for x in values]
+    values = [x.detach().resolve_neg().contiguous() for x in values]
     load_engine(engine_for(values[0]).name).encode(unit, values, layout, out)
     return {part.key: x for part, x in zip(unit.parts, out, strict=True)}
 

@@ -1,8 +1,8 @@
-"""Read signatures: how tensors are read, and whether that is as it was before."""
+"""What a kept plan compares: how tensors are read, addresses, and states of parameters."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from operator import attrgetter, eq, is_
 from typing import Any
 
@@ -74,3 +74,28 @@ def addresses_of(tensors: Iterable[Tensor]) -> list[int]:
 def alignments_of(addresses: Iterable[int]) -> list[int]:
     """Distances of addresses from those for the widest accesses, in bytes."""
     return [address % ACCESS_BYTES for address in addresses]
+
+
+class States:
+    """The states of some parameters, as a mapping of all had them.
+
+    Tensors take long to hash. So where most of the mapping are theirs, all of it is compared first.
+    """
+
+    def __init__(self, params: list[Tensor], state: Mapping[Tensor, dict[str, Any]]) -> None:
+        self._params, self.each = params, [state[p] for p in params]
+        self._note(state)
+
+    def _note(self, state: Mapping[Tensor, dict[str, Any]]) -> None:
+        most = len(state) < 4 * len(self._params)
+        self._keys, self._values = (list(state), list(state.values())) if most else ([], [])
+
+    def matches(self, state: Mapping[Tensor, dict[str, Any]]) -> bool:
+        """Whether a mapping has the same ones."""
+        known = bool(self._keys) and same_objects(state, self._keys)
+        if known and same_objects(state.values(), self._values):
+            return True
+        if not same_objects(map(state.get, self._params), self.each):
+            return False
+        self._note(state)
+        return True

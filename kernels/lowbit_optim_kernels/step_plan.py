@@ -17,33 +17,7 @@ from torch import Tensor
 
 from .batch import ACCESS_BYTES, NO_GRADIENT, Batch, Slot
 from .engines.registry import ENGINES
-from .reading import ReadSignature, addresses_of, alignments_of, same_objects
-
-
-class _States:
-    """The states of some parameters, as a mapping of all had them.
-
-    Tensors take long to hash. So where most of the mapping are theirs, all of it is compared first.
-    """
-
-    def __init__(self, params: list[Tensor], state: Mapping[Tensor, dict[str, Any]]) -> None:
-        self._params, self.each = params, [state[p] for p in params]
-        self._note(state)
-
-    def _note(self, state: Mapping[Tensor, dict[str, Any]]) -> None:
-        most = len(state) < 4 * len(self._params)
-        self._keys, self._values = (list(state), list(state.values())) if most else ([], [])
-
-    def matches(self, state: Mapping[Tensor, dict[str, Any]]) -> bool:
-        """Whether a mapping has the same ones."""
-        known = bool(self._keys) and same_objects(state, self._keys)
-        if known and same_objects(state.values(), self._values):
-            return True
-        if not same_objects(map(state.get, self._params), self.each):
-            return False
-        self._note(state)
-        return True
-
+from .reading import ReadSignature, States, addresses_of, alignments_of, same_objects
 
 # Parameters without a gradient for each one that has one, at most: to look at them all costs more
 # then than to make a plan of the few.
@@ -106,7 +80,7 @@ class _Snapshot:
         copied_gradients: the places of gradients that are.
     """
 
-    states: _States
+    states: States
     values: list[Any]
     tensors: list[Tensor]
     addresses: list[int]
@@ -202,15 +176,28 @@ class StepPlan:
             return self.held
         return [p for i, p in enumerate(self.held) if i not in self.missing]
 
-    def write_back(self) -> None:
-        """Copy what was stepped in copies to where it is held."""
-        written = [i for i in self.staged if i not in self.missing]
+    def copies(self, batch: Batch) -> frozenset[int]:
+        """The places in a batch of its slots whose parameters are stepped in copies."""
+        staged = self._positions_in(batch, self.staged) if self.staged else frozenset()
+        return staged - batch.missing
+
+    def renew_copies(self, batch: Batch) -> None:
+        """Copy what is held to where a batch steps it."""
+        for i in self._indices(batch):
+            self.staged[i].copy_(self.held[i])
+
+    def write_back(self, batch: Batch) -> None:
+        """Copy what a batch has stepped in copies to where it is held."""
+        written = self._indices(batch)
         held, work = [self.held[i] for i in written], [self.staged[i] for i in written]
         if any(map(Tensor.is_neg, held)):  # which foreach operators refuse
             for to, source in zip(held, work, strict=True):
                 to.copy_(source)
         elif held:
             torch._foreach_copy_(held, work)
+
+    def _indices(self, batch: Batch) -> list[int]:
+        return [batch.slots[place].index for place in sorted(self.copies(batch))]
 
     def freeze(self, state: Mapping[Tensor, dict[str, Any]]) -> None:
         """Note after a step what a later one has to compare, and keep no more than that."""
@@ -267,7 +254,7 @@ class StepPlan:
         copied = self._contiguous_copies()
         if copied is None or sum(self._in_plan) > len(self.params):
             return None
-        states = _States(self.params, state)
+        states = States(self.params, state)
         tensors = [*self.held, *chain.from_iterable(slot.owned() for slot in self._slots)]
         self._addresses = addresses_of(self.gradients)
         return _Snapshot(

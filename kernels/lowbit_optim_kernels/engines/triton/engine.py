@@ -140,6 +140,7 @@ class TritonRun:
         self.phases = len(batch.rule.phases)
         self.device = batch.device
         self.ptx = takes_ptx(self.device)
+        self.wrote = False  # whether any parameter may have been
         clips = "gscale" in batch.rule.scalars()
         self.scaled = batch.maximize or batch.grad_scale is not None or clips
         with _on(self.device):
@@ -182,6 +183,7 @@ class TritonRun:
                     tables.address, tables.geometry, launch.work, tables.floats, self.code_tables,
                     *extra, SCALED=self.scaled, **more, **launch.constants, **options,
                 )  # fmt: skip
+                self.wrote = self.wrote or name == "update"
 
     def reduce(self, phase: int) -> Tensor:
         tables, terms = self.tables, len(self.rule.phases[phase].sums)
@@ -213,8 +215,9 @@ class TritonRun:
             guarded = self.batch.found_inf is not None or bool(self.batch.missing)
             self._pass("update", GUARDED=guarded)
             self._keep()
-        except BaseException:  # while it was compiled: nothing has been launched
-            self.cancel()
+        except BaseException:  # while a kernel was compiled
+            if not self.wrote:
+                self.cancel()
             raise
 
     def _keep(self) -> None:
