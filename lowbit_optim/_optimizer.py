@@ -152,7 +152,7 @@ class LowBitOptimizer(StepBase):
         """The moments that a parameter group keeps."""
         return self._moments(self._settings_of(index))
 
-    def _settings_of(self, index: int) -> Mapping[str, Any]:
+    def _settings_of(self, index: int) -> _settings.Resolved:
         group = self.param_groups[index]
         return self._settings.resolved_for(index, group, self._needed, self._check_settings)
 
@@ -303,7 +303,7 @@ class LowBitOptimizer(StepBase):
         parts = [
             ((index, key, tuple((id(p), n) for p, n in some.items())), part)
             for index, some in of_groups.items()
-            for key, part in self._overridden({**self._settings_of(index), "params": list(some)})
+            for key, part in self._overridden(self._settings_of(index).having("params", list(some)))
         ]
         last = self._partial_plans
         self._partial_plans = {} if len(last) > len(self._numbers.places) else last

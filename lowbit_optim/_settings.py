@@ -81,12 +81,29 @@ def as_number(value: Any, wait: bool = False) -> Any:
     return value
 
 
-def resolved(group: Mapping[str, Any]) -> dict[str, Any]:
+class Resolved(dict[str, Any]):
+    """A group's settings as numbers.
+
+    Attributes:
+        storage: the rule that is run with them and how state is stored, once a step has worked it
+            out.
+    """
+
+    storage: tuple[Any, ...] | None = None
+
+    def having(self, key: str, value: Any) -> Resolved:
+        """These settings with another lr or other `params`, on which `storage` does not depend."""
+        changed = Resolved(self, **{key: value})
+        changed.storage = self.storage
+        return changed
+
+
+def resolved(group: Mapping[str, Any]) -> Resolved:
     """A group's settings as numbers; `params` are left as they are."""
-    return {
-        key: value if key in NO_SETTINGS or type(value) in _PLAIN_TYPES else as_number(value)
+    return Resolved(
+        (key, value if key in NO_SETTINGS or type(value) in _PLAIN_TYPES else as_number(value))
         for key, value in group.items()
-    }
+    )
 
 
 def with_storage(own: Mapping[str, Any], inherited: Mapping[str, Any]) -> dict[str, Any]:
@@ -144,7 +161,7 @@ class Settings:
 
     def __init__(self) -> None:
         self._given: dict[int, dict[str, Any]] = {}
-        self._resolved: dict[int, dict[str, Any]] = {}
+        self._resolved: dict[int, Resolved] = {}
         self._stored_as: dict[int, dict[str, Any]] = {}
 
     def remember(self, index: int, group: Mapping[str, Any]) -> None:
@@ -169,7 +186,7 @@ class Settings:
 
     def resolved_for(
         self, index: int, group: dict[str, Any], needed: Set[str], validate: Validate
-    ) -> Mapping[str, Any]:
+    ) -> Resolved:
         """The settings of the group at this index.
 
         Raises:
@@ -182,11 +199,10 @@ class Settings:
             if not new:
                 return self._resolved[index]
             if new == ["lr"] and type(group["lr"]) is float:  # as schedulers do in every step
-                known = {**self._resolved[index], "lr": group["lr"]}
-                _checks.learning_rate(known["lr"])
-                self._given[index]["lr"] = known["lr"]
-                self._resolved[index] = known
-                return known
+                _checks.learning_rate(group["lr"])
+                self._given[index]["lr"] = group["lr"]
+                self._resolved[index] = self._resolved[index].having("lr", group["lr"])
+                return self._resolved[index]
         _require(index, group, needed)
         self.settle(index, group)
         known = resolved(group)

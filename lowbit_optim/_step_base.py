@@ -21,6 +21,7 @@ from lowbit_optim_kernels.weights import RESIDUAL_KEY
 from . import _gradients, _sharding
 from ._checkpoint_base import CheckpointBase, steppable
 from ._gathering import GatheredCopies
+from ._settings import Resolved
 from ._state_layout import fits
 
 # Settings by which state is stored, code is compiled and an engine is chosen.
@@ -109,7 +110,11 @@ class StepBase(CheckpointBase):
         """
         alike: list[tuple[tuple, dict[Any, Mapping[str, Any]]]] = []
         for key, part in parts:
-            storage = self._step_rule(part), *map(part.get, STORAGE_AND_ENGINE)
+            storage = getattr(part, "storage", None)
+            if storage is None:
+                storage = self._step_rule(part), *map(part.get, STORAGE_AND_ENGINE)
+                if isinstance(part, Resolved):
+                    part.storage = storage
             if not alike or storage != alike[-1][0]:
                 alike.append((storage, {}))
             alike[-1][1][key] = part
