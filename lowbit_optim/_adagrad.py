@@ -84,7 +84,7 @@ class Adagrad(LowBitOptimizer):
     def _rule(self, group: Mapping[str, Any]) -> Rule:
         return self._cached_rule(adagrad_rule, cap=group["max_unorm"] > 0)
 
-    def _initial_value(self, key: str, group: Mapping[str, Any]) -> float:
+    def _initial_value(self, group: Mapping[str, Any]) -> float:
         return float(group["initial_accumulator_value"])
 
 

@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 
 T = TypeVar("T", bound=type)
 
-NOT_SETTINGS = (
+NON_SETTING_ARGUMENTS = (
     "self", "__class__", "params", "defaults", "args", "kwargs", "block_wise", "is_paged",
 )  # fmt: skip
 WIDTH = 100
@@ -59,7 +59,7 @@ Raises:
 
 def settings_of(arguments: Mapping[str, Any]) -> dict[str, Any]:
     """The settings among the `locals()` that an `__init__` begins with."""
-    return {name: value for name, value in arguments.items() if name not in NOT_SETTINGS}
+    return {name: value for name, value in arguments.items() if name not in NON_SETTING_ARGUMENTS}
 
 
 def documented(cls: T, special: Mapping[str, str] | None = None) -> T:

@@ -17,7 +17,7 @@ from ._agreement import agreeing
 from ._foreign.load import as_ours
 from ._gradients import is_left_alone
 from ._manager import Overrides
-from ._parameter_numbers import ParameterNumbers, Place, parameters_of
+from ._parameter_numbers import ParameterNumbers, Place, all_parameters
 from ._settings import PREVIOUS_NORM, Settings, as_number, resolved
 from ._state_base import StateBase
 
@@ -62,7 +62,7 @@ class CheckpointBase(StateBase):
         """
         if _state_dicts.add_header not in self._optimizer_state_dict_post_hooks.values():
             self.register_state_dict_post_hook(_state_dicts.add_header, prepend=True)
-        parameters_of(self.param_groups)  # which refuses what would be read only once
+        all_parameters(self.param_groups)  # which refuses what would be read only once
         try:
             return super().state_dict()
         except KeyError:  # an address, which says nothing
@@ -71,7 +71,7 @@ class CheckpointBase(StateBase):
 
     def _require_listed(self) -> None:
         """Refuse state of parameters that are in no parameter group."""
-        listed = set(parameters_of(self.param_groups))
+        listed = set(all_parameters(self.param_groups))
         for p in self.state:
             if isinstance(p, Tensor) and p not in listed:
                 raise ValueError(
@@ -97,7 +97,7 @@ class CheckpointBase(StateBase):
             ValueError: when it is of another optimizer, of a newer format, or does not fit the
                 parameters; nothing has been changed then.
         """
-        params = parameters_of(self.param_groups)
+        params = all_parameters(self.param_groups)
         # What one rank can look at alone comes first: a rank that raises while others ask all for
         # their shards would leave them waiting.
         with agreeing(params) as its_saved:
@@ -180,7 +180,7 @@ class CheckpointBase(StateBase):
 
     def _renumbered(self) -> list[Tensor]:
         """All parameters; `_numbers.version` is another one if some have new numbers."""
-        listed = parameters_of(self.param_groups)
+        listed = all_parameters(self.param_groups)
         if self._numbers.renew(listed):
             self._overrides.keep(listed)
         return listed

@@ -89,7 +89,7 @@ def initial_learning_rate(value: Any) -> None:
     number("lr", value.item() if isinstance(value, torch.Tensor) else value, 0.0)
 
 
-def betas(value: Any, count: int = 2) -> None:
+def betas(value: Any, count: int) -> None:
     """Refuse betas that are not `count` numbers in [0, 1), or tensors of one element."""
     if not isinstance(value, (tuple, list)) or len(value) != count:
         raise ValueError(f"betas must be {count} numbers in [0, 1); got {value!r}")
@@ -159,7 +159,7 @@ def state_format(value: Any) -> None:
 
 
 def optim_bits(value: Any) -> None:
-    """Refuse what is not to be compared, as several bits; `storage` says what they may be."""
+    """Refuse what cannot be compared, as an array of several; `storage` says which bits may be."""
     try:
         bool(value == 8)
     except (RuntimeError, ValueError):

@@ -11,9 +11,7 @@ from torch._subclasses import FakeTensor
 from lowbit_optim_kernels.engines.registry import is_wrapper
 
 from . import _sharding
-from ._tensor_checks import require_memory
-
-DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+from ._tensor_checks import REAL, require_memory
 
 
 def gradients_of(params: Sequence[Tensor]) -> list[Tensor | None]:
@@ -23,7 +21,7 @@ def gradients_of(params: Sequence[Tensor]) -> list[Tensor | None]:
 
 
 def _is_steppable(p: Tensor) -> bool:
-    return p.dtype in DTYPES and p.layout == torch.strided
+    return p.dtype in REAL and p.layout == torch.strided
 
 
 def is_left_alone(p: Tensor) -> bool:
@@ -37,7 +35,7 @@ def is_left_alone(p: Tensor) -> bool:
 def require_steppable(p: Tensor, name: str) -> None:
     """Raise a TypeError for a parameter that no step could change; `name` is the optimizer's."""
     if not _is_steppable(p):
-        allowed = ", ".join(str(dtype).removeprefix("torch.") for dtype in DTYPES)
+        allowed = ", ".join(str(dtype).removeprefix("torch.") for dtype in REAL)
         raise TypeError(
             f"{name} takes dense parameters of dtype {allowed}; got {p.dtype}, {p.layout}"
         )

@@ -65,7 +65,7 @@ def parameter_groups(
     _checks.flag("named", named)
     trained = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
     excluded = _matching([name for name, _ in trained], no_decay)
-    embeddings, norms = parameters_of(model, EMBEDDINGS), parameters_of(model, NORM_MODULES)
+    embeddings, norms = parameters_in(model, EMBEDDINGS), parameters_in(model, NORM_MODULES)
     groups: dict[tuple[bool, bool], list[Any]] = {}
     for name, p in trained:
         embedding = p in embeddings
@@ -85,7 +85,7 @@ def parameter_groups(
     ]
 
 
-def parameters_of(model: nn.Module, module_types: tuple[type[nn.Module], ...]) -> set[nn.Parameter]:
+def parameters_in(model: nn.Module, module_types: tuple[type[nn.Module], ...]) -> set[nn.Parameter]:
     """The parameters of a model's modules of these types, those of their parametrizations too."""
     found = (module for module in model.modules() if isinstance(module, module_types))
     return {p for module in found for p in module.parameters()}

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from . import _checks
-from ._arguments import NOT_SETTINGS
+from ._arguments import NON_SETTING_ARGUMENTS
 from ._settings import COMMON_DEFAULTS, Validate, resolved, with_storage
 
 NOT_PER_PARAMETER = ("foreach", "fused", "capturable", "differentiable")
@@ -35,7 +35,7 @@ def know_settings(cls: type) -> None:
     names = [
         name
         for name, argument in inspect.signature(cls).parameters.items()
-        if argument.kind not in variable and name not in NOT_SETTINGS + NOT_PER_PARAMETER
+        if argument.kind not in variable and name not in NON_SETTING_ARGUMENTS + NOT_PER_PARAMETER
     ]
     _all_settings.update(dict.fromkeys(names))
     if cls.__module__.partition(".")[0] == __package__:

@@ -38,7 +38,7 @@ class LowBitOptimizer(StepBase):
     - in `Cain` and `LearnedGradient`, whose state comes first;
     - in the microseconds in which a compiled engine counts a step or begins to write.
 
-    On a GPU the last kernel of such a group is compiled when those before it have been launched.
+    On a GPU the kernel of an update is compiled when those before it have been launched.
     """
 
     grad_scale: Tensor  # which a GradScaler may set while it has `step` called
@@ -269,7 +269,8 @@ class LowBitOptimizer(StepBase):
 
     def _check_unscaled(self) -> None:
         """Raise a RuntimeError if gradients have a scale that is known only in `step()`."""
-        # A scaler that has unscaled them already, which is too late, says so by numbers and None.
+        # After `scaler.unscale_()` grad_scale is None and found_inf a tensor. That is too late: by
+        # then hooks have stepped scaled gradients.
         if any(getattr(self, name, None) is not None for name in ("grad_scale", "found_inf")):
             raise RuntimeError(
                 f"{type(self).__name__}: gradients that a GradScaler scales cannot be stepped in "

@@ -26,7 +26,7 @@ class Place(NamedTuple):
     position: int
 
 
-def parameters_of(groups: Groups) -> list[Tensor]:
+def all_parameters(groups: Groups) -> list[Tensor]:
     """All parameters, in the order of their numbers; `params` that are no sequence become lists.
 
     Raises:

@@ -23,7 +23,7 @@ Validate = Callable[[Mapping[str, Any]], None]
 
 # What a group has beside settings: its parameters, and the norm of all gradients in the last step.
 PREVIOUS_NORM = "previous_gradient_norm"
-NO_SETTINGS = ("params", PREVIOUS_NORM)
+NON_SETTING_KEYS = ("params", PREVIOUS_NORM)
 # Settings that every group has, whether or not the class has arguments for them.
 COMMON_DEFAULTS = {"state_format": None, "dither": True, "seed": 0, "master_weight_bits": "auto"}
 _STORAGE = frozenset(("optim_bits", "state_format"))
@@ -101,7 +101,7 @@ class Resolved(dict[str, Any]):
 def resolved(group: Mapping[str, Any]) -> Resolved:
     """A group's settings as numbers; `params` are left as they are."""
     return Resolved(
-        (key, value if key in NO_SETTINGS or type(value) in _PLAIN_TYPES else as_number(value))
+        (key, value if key in NON_SETTING_KEYS or type(value) in _PLAIN_TYPES else as_number(value))
         for key, value in group.items()
     )
 
@@ -208,7 +208,7 @@ class Settings:
         known = resolved(group)
         validate(known)
         self._given.pop(index, None)
-        values = (value for key, value in group.items() if key not in NO_SETTINGS)
+        values = (value for key, value in group.items() if key not in NON_SETTING_KEYS)
         if not any(map(_may_change, values)):
             self._given[index], self._resolved[index] = dict(group), known
         return known

@@ -39,7 +39,7 @@ class StateBase(Optimizer):
     """An optimizer's state of its parameters, by the settings `group` that apply to each.
 
     `_loaded_state`, `_share`, `_state_of` and `_weights` take DTensors, too, of which a rank keeps
-    its shard, the other methods plain tensors.
+    its shard; the other methods plain tensors, but for optimizers that step DTensors by themselves.
     """
 
     family: ClassVar[str]
@@ -75,8 +75,8 @@ class StateBase(Optimizer):
         betas = {f"beta{i}": beta for i, beta in enumerate(group.get("betas", ()), 1)}
         return {**betas, **{name: group[name] for name in self.HYPER}}
 
-    def _initial_value(self, key: str, group: Mapping[str, Any]) -> float:
-        """The value, not negative, that every element of a new moment has."""
+    def _initial_value(self, group: Mapping[str, Any]) -> float:
+        """The value, not negative, that every element of new moments has."""
         return 0.0
 
     # What follows from it.
@@ -214,7 +214,7 @@ class StateBase(Optimizer):
         self, p: Tensor, group: Mapping[str, Any], state: Mapping[str, Any]
     ) -> dict[str, TensorSpec]:
         """Every tensor that a step wants in a parameter's state; `state` is what there is."""
-        starts = {moment: self._initial_value(moment.key, group) for moment in self._moments(group)}
+        starts = dict.fromkeys(self._moments(group), self._initial_value(group))
         return _state_layout.state_layout(
             p, starts, self._format(p, group), self._lasting(group), self._weights(p, group)
         )
@@ -236,7 +236,7 @@ class StateBase(Optimizer):
         return Share.of(p, self._moments(group), self._format(p, group), self.needs_whole)
 
     def _state_of(
-        self, p: Tensor, stepped: Tensor, group: Mapping[str, Any], share: Share | None = None
+        self, p: Tensor, stepped: Tensor, group: Mapping[str, Any], share: Share | None
     ) -> dict[str, Any]:
         """A parameter's state, the one there is if it is as wanted; nothing has been changed yet.
 

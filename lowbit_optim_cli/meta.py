@@ -14,7 +14,7 @@ from torch import nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 from torch.nn.parameter import is_lazy
 
-from lowbit_optim._groups import EMBEDDINGS, parameters_of
+from lowbit_optim._groups import EMBEDDINGS, parameters_in
 
 from .errors import Refused, plural, quiet, sentence
 from .footprint import TORCH_DTYPES, Model, Weight
@@ -100,7 +100,7 @@ def _of_module(
     for name, p in (*model.named_parameters(), *model.named_buffers()):
         if is_lazy(p):
             raise Refused(f"{text} has {name!r}, whose shape a first forward pass decides")
-    embeddings, weights = parameters_of(model, EMBEDDINGS), []
+    embeddings, weights = parameters_in(model, EMBEDDINGS), []
     for name, p in model.named_parameters():
         if p.dtype not in DTYPES:
             raise Refused(f"{text} has the parameter {name!r} of {p.dtype}, which is not trained")

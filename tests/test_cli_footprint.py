@@ -56,7 +56,7 @@ def allocated(row, shapes, dtype, device="cpu"):
     for shape, count in Counter(map(tuple, shapes)).items():
         p = torch.nn.Parameter(torch.empty(shape, dtype=DTYPES[dtype], device=device).zero_())
         optimizer = build(row, [p])
-        state = optimizer._state_of(p, p, optimizer._settings_of(0))
+        state = optimizer._state_of(p, p, optimizer._settings_of(0), None)
         total += count * sum(x.nbytes for x in state.values())
     return total
 

@@ -219,7 +219,7 @@ def test_a_group_of_many_kinds_steps_each_tensor_as_alone(variant, launches):
 
 def test_sums_of_many_tiles_are_added_in_chunks(monkeypatch):
     """What a tensor of more than 4 million elements does, at 2 tiles a chunk."""
-    monkeypatch.setattr(engine_triton, "CHUNK", 2)
+    monkeypatch.setattr(engine_triton, "ADDED", 2)
     shapes = [(grid.TILE * 3 + 100,), (300,)]
     got = walk("triton", "LARS-trust", 32, shapes)
     assert_same(got, walk("torch", "LARS-trust", 32, shapes), 1e-6)

@@ -184,6 +184,15 @@ class Batch:
         """The numbers of steps of the slots that are stepped."""
         return [slot.step for i, slot in enumerate(self.slots) if i not in self.missing]
 
+    def uncount(self) -> None:
+        """Take the step that `Run.begin` has counted back."""
+        counts = self.counts
+        if self.found_inf is None:
+            torch._foreach_sub_(counts, 1)
+        else:
+            live = (self.found_inf.to(self.device) == 0).to(STEP_DTYPE)
+            torch._foreach_sub_(counts, [live] * len(counts))
+
     @property
     def identity(self) -> tuple[Any, ...]:
         """The key that tells the batches of a step plan apart."""

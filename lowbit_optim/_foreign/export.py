@@ -10,7 +10,7 @@ from torch import Tensor
 
 from .. import _settings, _sharding, _state_dicts
 from .._optimizer import LowBitOptimizer, require_own
-from .._settings import NO_SETTINGS, as_number
+from .._settings import NON_SETTING_KEYS, as_number
 
 EXACT = {"optim_bits": 32, "state_format": None}
 
@@ -89,7 +89,7 @@ def groups_of(optimizer: LowBitOptimizer) -> Iterator[Group]:
             a DTensor, of which other libraries know no shards.
     """
     indices: dict[Tensor, int] = {}
-    known = {*optimizer.defaults, *optimizer.FIXED, *NO_SETTINGS}
+    known = {*optimizer.defaults, *optimizer.FIXED, *NON_SETTING_KEYS}
     for number, group in enumerate(optimizer.param_groups):
         inherited = optimizer._settings_of(number)
         parts = {}

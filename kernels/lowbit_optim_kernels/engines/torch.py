@@ -1,7 +1,7 @@
 """The engine that runs anywhere: the rules over torch operators, one tensor at a time.
 
 It needs no compiler, works on any device and float dtype (fp64 stays fp64), and goes through a
-tensor in spans of 1/128 of it, or of 65,536 elements if these are more, so that its temporaries
+tensor in slabs of 1/128 of it, or of 65,536 elements if these are more, so that its temporaries
 stay small.
 """
 
@@ -25,7 +25,7 @@ from ..formats import Part, Unit, compute_dtype, constant, finite_in_all, units
 from ..formats.layout import Layout
 from ..rules import HISTORY, Chain, Phase, RuleFunction
 
-SPAN = 1 << 16  # elements; small tensors are done in one piece
+SLAB = 1 << 16  # elements; small tensors are done in one piece
 
 
 def _where(condition: Any, a: Any, b: Any) -> Any:
@@ -106,15 +106,15 @@ def call_chain(chain: Chain, values: dict) -> None:
         values.update(call(fn, values))
 
 
-Span = tuple[slice, slice, slice]
-ALL: Span = (slice(None), slice(None), slice(None))
+Slab = tuple[slice, slice, slice]
+ALL: Slab = (slice(None), slice(None), slice(None))
 
 
-def spans(rows: int, row: int, block: int) -> Iterator[Span]:
+def slabs(rows: int, row: int, block: int) -> Iterator[Slab]:
     """Rectangles (rows, columns, blocks of a row) that cover a tensor, each of a few blocks."""
     if rows * row == 0:
         return
-    limit = max(SPAN, rows * row // 128)
+    limit = max(SLAB, rows * row // 128)
     if row <= limit:
         step = max(1, limit // max(1, row))
         for r in range(0, rows, step):
@@ -150,39 +150,39 @@ class Random:
     before: int
     device: torch.device
 
-    def fractions(self, stream: int, span: Span, shape: tuple[int, int], block: int) -> Tensor:
-        """Numbers in [0, 1) for the blocks of a span, fp32 of shape (rows, blocks, block).
+    def fractions(self, stream: int, slab: Slab, shape: tuple[int, int], block: int) -> Tensor:
+        """Numbers in [0, 1) for the blocks of a slab, fp32 of shape (rows, blocks, block).
 
         Args:
             stream: what is rounded by them.
-            span: a part of the parameter.
+            slab: a part of the parameter.
             shape: rows and elements of a row.
             block: elements of a block.
         """
-        rows, columns = self._at(span, shape)
+        rows, columns = self._at(slab, shape)
         blocks = columns[::block] // block
         numbers = self.before + rows[:, None] * -(-shape[1] // block) + blocks
         bits = self._bits(stream, numbers[..., None], torch.arange(block, device=self.device))
         return dither.fraction(bits, torch.float32)
 
-    def of_weights(self, span: Span, shape: tuple[int, int]) -> Tensor:
-        """32 bits for each weight of a span, (rows, columns)."""
-        rows, columns = self._at(span, shape)
+    def of_weights(self, slab: Slab, shape: tuple[int, int]) -> Tensor:
+        """32 bits for each weight of a slab, (rows, columns)."""
+        rows, columns = self._at(slab, shape)
         in_row = -(-shape[1] // WEIGHT_BLOCK) * WEIGHT_BLOCK
         places = self.before + rows[:, None] * in_row + columns
         return self._bits(dither.WEIGHT, places // WEIGHT_BLOCK, places % WEIGHT_BLOCK)
 
-    def _at(self, span: Span, shape: tuple[int, int]) -> tuple[Tensor, Tensor]:
-        """Numbers of the span's rows and columns."""
-        rows = torch.arange(*span[0].indices(shape[0]), device=self.device)
-        return rows, torch.arange(*span[1].indices(shape[1]), device=self.device)
+    def _at(self, slab: Slab, shape: tuple[int, int]) -> tuple[Tensor, Tensor]:
+        """Numbers of the slab's rows and columns."""
+        rows = torch.arange(*slab[0].indices(shape[0]), device=self.device)
+        return rows, torch.arange(*slab[1].indices(shape[1]), device=self.device)
 
     def _bits(self, stream: int, blocks: Tensor, lanes: Tensor) -> Tensor:
         return dither.bits(dither.stream_key(self.tensor_key, stream), self.step, blocks, lanes)
 
 
 class _UnitView:
-    """The tensors of a unit of one parameter, read and written a span at a time."""
+    """The tensors of a unit of one parameter, read and written a slab at a time."""
 
     def __init__(self, unit: Unit, stored: Sequence[Tensor], rows: int, row: int) -> None:
         self.unit, self.format, self.shape = unit, unit.format, (rows, row)
@@ -194,15 +194,15 @@ class _UnitView:
     def _pairs(self, stored: Sequence[Tensor]) -> list[tuple[Part, Tensor]]:
         return list(zip(self.unit.parts, stored, strict=True))
 
-    def _of_span(self, span: Span) -> list[Tensor]:
-        rows, columns, blocks = span
+    def _of_slab(self, slab: Slab) -> list[Tensor]:
+        rows, columns, blocks = slab
         return [
             x[rows, blocks if part.per_block else columns] for part, x in self._pairs(self.views)
         ]
 
-    def read(self, span: Span, dtype: torch.dtype) -> list[Tensor]:
+    def read(self, slab: Slab, dtype: torch.dtype) -> list[Tensor]:
         """The numbers of each moment."""
-        stored, moments = self._of_span(span), self.unit.moments
+        stored, moments = self._of_slab(slab), self.unit.moments
         if self.format.exact:
             return self.format.decode(moments, stored, dtype)
         pads = constant(self.unit, (0.0,) * len(moments))
@@ -214,19 +214,19 @@ class _UnitView:
         decoded = self.format.decode(moments, in_blocks, dtype)
         return [x.flatten(1)[:, :columns] for x in decoded]
 
-    def write(self, span: Span, values: Sequence[Tensor], random: Random | None = None) -> None:
+    def write(self, slab: Slab, values: Sequence[Tensor], random: Random | None = None) -> None:
         """Store the numbers of each moment, finite ones unless the format is exact.
 
         Moments that have a stream are rounded by its random bits.
         """
-        stored, moments = self._pairs(self._of_span(span)), self.unit.moments
+        stored, moments = self._pairs(self._of_slab(slab)), self.unit.moments
         if self.format.exact:
             for (_, old), new in zip(stored, self.format.encode(moments, values), strict=True):
                 old.copy_(new)
             return
         in_blocks = [_in_blocks(x, self.format.block, 0.0) for x in values]
         fractions = [
-            random.fractions(m.stream, span, self.shape, self.format.block).to(values[0].dtype)
+            random.fractions(m.stream, slab, self.shape, self.format.block).to(values[0].dtype)
             if random is not None and m.stream
             else None
             for m in moments
@@ -252,16 +252,15 @@ class TorchRun:
         self.live = None if batch.found_inf is None else batch.found_inf.to(self.device) == 0
         self.wrote = False  # anything of a parameter or its moments
 
-    def _count(self, steps: int) -> None:
-        counts = [slot.step for slot in self.batch.slots]
+    def _count(self) -> None:
+        counts = self.batch.counts
         if self.live is None:
-            torch._foreach_add_(counts, steps)
+            torch._foreach_add_(counts, 1)
         else:
-            live = (steps * self.live).to(counts[0].dtype)
-            torch._foreach_add_(counts, [live] * len(counts))
+            torch._foreach_add_(counts, [self.live.to(counts[0].dtype)] * len(counts))
 
     def cancel(self) -> None:
-        self._count(-1)
+        self.batch.uncount()
 
     def begin(self) -> None:
         batch, slots = self.batch, self.batch.slots
@@ -279,7 +278,7 @@ class TorchRun:
             tensors = [slot.lasting[k] for slot in slots]
             self.values[lasting.key] = tensors if lasting.history else torch.stack(tensors)
         self.values.update(call(batch.rule.prepare, self.values))
-        self._count(1)
+        self._count()
 
     def reduce(self, phase: int) -> Tensor:
         chosen = self.batch.rule.phases[phase]
@@ -305,8 +304,8 @@ class TorchRun:
         rule = self.batch.rule
         for i, slot in enumerate(self.batch.slots):
             units_of = self._units(slot)
-            for span in spans(slot.rows, slot.row, slot.format.block):
-                self._write(i, slot, units_of, span)
+            for slab in slabs(slot.rows, slot.row, slot.format.block):
+                self._write(i, slot, units_of, slab)
             for lasting, kept in zip(rule.lasting, slot.lasting, strict=True):
                 if not lasting.history:
                     kept.copy_(self.values[lasting.key][i])
@@ -316,8 +315,8 @@ class TorchRun:
         total = torch.zeros(len(phase.sums), dtype=self.scalar_dtype, device=self.device)
         wanted = inputs(phase.terms)
         units_of = [x for x in self._units(slot) if wanted.intersection(x.unit.keys)]
-        for span in spans(slot.rows, slot.row, slot.format.block):
-            values = self._elements(i, slot, units_of, span)
+        for slab in slabs(slot.rows, slot.row, slot.format.block):
+            values = self._elements(i, slot, units_of, slab)
             call_chain(phase.terms, values)
             for k, name in enumerate(phase.sums):
                 term = values[name]
@@ -326,26 +325,26 @@ class TorchRun:
                 total[k] += term.sum(dtype=self.scalar_dtype)
         return total
 
-    def _elements(self, i: int, slot: Slot, units_of: list[_UnitView], span: Span) -> dict:
-        """Everything the rule may read, for the elements of a span of slot i."""
-        rows, columns, _ = span
+    def _elements(self, i: int, slot: Slot, units_of: list[_UnitView], slab: Slab) -> dict:
+        """Everything the rule may read, for the elements of a slab of slot i."""
+        rows, columns, _ = slab
         dtype = compute_dtype(slot.p)
         shape = (slot.rows, slot.row)
         values = {
             name: value[i].to(dtype) if isinstance(value, Tensor) and value.ndim else value
             for name, value in self.values.items()
         }
-        p, residual = self._weights(slot, span)
+        p, residual = self._weights(slot, slab)
         values["p"] = slot.weights.read(p, residual, dtype)
         values["g"] = slot.g.view(shape)[rows, columns].to(dtype) * values["gscale"]
         for view in units_of:
-            values.update(zip(view.unit.keys, view.read(span, dtype), strict=True))
+            values.update(zip(view.unit.keys, view.read(slab, dtype), strict=True))
         return values
 
     @staticmethod
-    def _weights(slot: Slot, span: Span) -> tuple[Tensor, Tensor | None]:
-        """A span of the parameter and of its residual."""
-        rows, columns, _ = span
+    def _weights(slot: Slot, slab: Slab) -> tuple[Tensor, Tensor | None]:
+        """A slab of the parameter and of its residual."""
+        rows, columns, _ = slab
         p, residual = slot.p.view(slot.rows, slot.row), slot.residual
         if residual is not None:
             residual = residual.view(slot.rows, slot.row)[rows, columns]
@@ -359,21 +358,21 @@ class TorchRun:
             at += len(unit.parts)
         return views
 
-    def _write(self, i: int, slot: Slot, units_of: list[_UnitView], span: Span) -> None:
-        values = self._elements(i, slot, units_of, span)
+    def _write(self, i: int, slot: Slot, units_of: list[_UnitView], slab: Slab) -> None:
+        values = self._elements(i, slot, units_of, slab)
         call_chain(self.batch.rule.direction, values)
         new_p = values["shrink"] * values["p"] - values["rate"] * values["u"]
-        p, residual = self._weights(slot, span)
+        p, residual = self._weights(slot, slab)
         random = None
         if slot.weights.dithered:
             weights = Random(slot.tensor_key, slot.step, slot.weights_before, self.device)
-            random = weights.of_weights(span, (slot.rows, slot.row))
+            random = weights.of_weights(slab, (slot.rows, slot.row))
         self.wrote = True
         slot.weights.write(new_p, p, residual, random)
         of_moments = Random(slot.tensor_key, slot.step, slot.blocks_before, self.device)
         for view in units_of:
             new = [values[key] for key in view.unit.keys]
-            view.write(span, new if view.format.exact else finite_in_all(new), of_moments)
+            view.write(slab, new if view.format.exact else finite_in_all(new), of_moments)
 
 
 def start(batch: Batch) -> TorchRun:
@@ -386,15 +385,15 @@ def encode(unit: Unit, values: Sequence[Tensor], layout: Layout, out: Sequence[T
     """Code contiguous tensors into the tensors `out` of a unit's parts; bad numbers give zero."""
     rows, row = layout.rows, layout.row
     view = _UnitView(unit, out, rows, row)
-    for span in spans(rows, row, layout.block):
-        parts = [x.view(rows, row)[span[0], span[1]] for x in values]
-        view.write(span, finite_in_all([x.to(compute_dtype(x)) for x in parts]))
+    for slab in slabs(rows, row, layout.block):
+        parts = [x.view(rows, row)[slab[0], slab[1]] for x in values]
+        view.write(slab, finite_in_all([x.to(compute_dtype(x)) for x in parts]))
 
 
 def decode(unit: Unit, stored: Sequence[Tensor], layout: Layout, out: Sequence[Tensor]) -> None:
     """Write the numbers of a unit's moments into the contiguous tensors `out`."""
     rows, row = layout.rows, layout.row
     view = _UnitView(unit, stored, rows, row)
-    for span in spans(rows, row, layout.block):
-        for x, values in zip(out, view.read(span, compute_dtype(out[0])), strict=True):
-            x.view(rows, row)[span[0], span[1]] = values.to(x.dtype)
+    for slab in slabs(rows, row, layout.block):
+        for x, values in zip(out, view.read(slab, compute_dtype(out[0])), strict=True):
+            x.view(rows, row)[slab[0], slab[1]] = values.to(x.dtype)

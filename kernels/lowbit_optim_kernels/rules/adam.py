@@ -13,7 +13,7 @@ AMSGRAD = (*ADAM, Moment("max_exp_avg_sq", SQUARE, maximum=True))
 
 
 def gains(beta1, beta2):
-    """The gains of new moments: d = gain1 g, and v gains gain2 d^2 = (1 - beta2) g^2.
+    """The gains of new moments: d = gain1 g, and v gains gain_sq d^2 = (1 - beta2) g^2.
 
     Taken of d, and not of g, that is a multiplication less for every element. 1 - beta is in fp64:
     in fp32, 1 - 0.999 is off by 5e-5 of itself.
@@ -22,31 +22,31 @@ def gains(beta1, beta2):
     return gain1, (1.0 - beta2) / (gain1 * gain1)
 
 
-@gives("gain1", "gain2", "root", "floor", "shrink", "rate")
+@gives("gain1", "gain_sq", "root", "floor", "shrink", "rate")
 def prepare_adam(step, lr, beta1, beta2, eps, weight_decay, decoupled):
     """Bias corrections are in the denominator: bc1 (sqrt(v / bc2) + eps) = root sqrt(v) + floor."""
-    gain1, gain2 = gains(beta1, beta2)
+    gain1, gain_sq = gains(beta1, beta2)
     bias1 = 1.0 - power(beta1, step)
     bias2 = 1.0 - power(beta2, step)
     shrink = 1.0 - decoupled * lr * weight_decay
-    return gain1, gain2, bias1 / sqrt(bias2), bias1 * eps + TINY, shrink, lr
+    return gain1, gain_sq, bias1 / sqrt(bias2), bias1 * eps + TINY, shrink, lr
 
 
 @gives("u", "exp_avg", "exp_avg_sq")
-def adam(g, exp_avg, exp_avg_sq, beta1, beta2, gain1, gain2, root, floor):
+def adam(g, exp_avg, exp_avg_sq, beta1, beta2, gain1, gain_sq, root, floor):
     """Kingma & Ba, arXiv:1412.6980, Alg. 1; with decoupled decay arXiv:1711.05101, Alg. 2."""
     d = gain1 * g
     m = beta1 * exp_avg + d
-    v = beta2 * exp_avg_sq + gain2 * (d * d)
+    v = beta2 * exp_avg_sq + gain_sq * (d * d)
     return m / (root * sqrt(v) + floor), m, v
 
 
 @gives("u", "exp_avg", "exp_avg_sq", "max_exp_avg_sq")
-def amsgrad(g, exp_avg, exp_avg_sq, max_exp_avg_sq, beta1, beta2, gain1, gain2, root, floor):
+def amsgrad(g, exp_avg, exp_avg_sq, max_exp_avg_sq, beta1, beta2, gain1, gain_sq, root, floor):
     """Reddi, Kale, Kumar, arXiv:1904.09237, Alg. 2, as in torch.optim."""
     d = gain1 * g
     m = beta1 * exp_avg + d
-    v = beta2 * exp_avg_sq + gain2 * (d * d)
+    v = beta2 * exp_avg_sq + gain_sq * (d * d)
     largest = maximum(max_exp_avg_sq, v)
     return m / (root * sqrt(largest) + floor), m, v, largest
 

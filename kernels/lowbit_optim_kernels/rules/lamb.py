@@ -7,14 +7,14 @@ from .adam import ADAM, AMSGRAD, adam_chain, gains
 from .shared import caps, cautious, decay_in_direction, parameter_and_update_norms
 
 
-@gives("gain1", "gain2", "root", "floor", "shrink", "rate")
+@gives("gain1", "gain_sq", "root", "floor", "shrink", "rate")
 def prepare_lamb(step, lr, beta1, beta2, eps, weight_decay, decoupled, bias_correction):
     """As Adam; both corrections are 1 without `bias_correction`."""
-    gain1, gain2 = gains(beta1, beta2)
+    gain1, gain_sq = gains(beta1, beta2)
     bias1 = where(bias_correction == 1.0, 1.0 - power(beta1, step), 1.0)
     bias2 = where(bias_correction == 1.0, 1.0 - power(beta2, step), 1.0)
     shrink = 1.0 - decoupled * lr * weight_decay
-    return gain1, gain2, bias1 / sqrt(bias2), bias1 * eps + TINY, shrink, lr
+    return gain1, gain_sq, bias1 / sqrt(bias2), bias1 * eps + TINY, shrink, lr
 
 
 @gives("rate")

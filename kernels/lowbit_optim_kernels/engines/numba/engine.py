@@ -62,8 +62,7 @@ class NumbaRun:
             self._per_tensor("keep")
 
     def cancel(self) -> None:
-        if self.live:
-            torch._foreach_sub_(self.batch.counts, 1)
+        self.batch.uncount()
 
     def _per_tensor(self, name: str, sums: np.ndarray | None = None) -> None:
         at = 0 if sums is None else sums.ctypes.data

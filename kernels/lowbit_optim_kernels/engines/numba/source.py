@@ -53,11 +53,12 @@ from ...formats import Format, Unit, constant, units
 from ...rules import SIGNED, SQUARE, Chain, Moment, Phase, Rule, RuleFunction
 from ...weights import PLAIN, Weights
 from . import job
+from .vector import LANES
 
 GSCALE, SCALARS = 0, 1  # columns of `scalars`
 SIZE = {"f32": 4, "bf16": 2, "f16": 2}
 SUMMED = 256  # elements whose terms are added up in fp32, at least
-LANES, GRAIN = 16, 64  # elements of a vector; what a block function's are a multiple of
+GRAIN = 64  # what a block function's elements are a multiple of
 
 PASSES = f"{__package__}.passes"
 WEIGHTS = "lowbit_optim_kernels.weights.numba"

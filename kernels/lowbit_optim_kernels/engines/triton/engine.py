@@ -1,4 +1,6 @@
-"""The GPU engine: the rules through Triton, one launch per pass for all tensors.
+"""The GPU engine: the rules through Triton, one launch a pass for all tensors.
+
+Kinds of tiles of which there are very many have a launch of their own.
 
 Tables of addresses, shapes and tiles are built once per set of tensors and stay on the device;
 addresses are sent again only when one changes. Hyperparameters, lr and the step are run-time values
@@ -41,7 +43,7 @@ OPTIONS = {"num_warps": grid.WARPS, "enable_fp_fusion": False}
 # (For less it takes fewer by itself, but would use all that it may; and what reads the numbers of
 # two reductions, as LANS does, is spilled with Triton 3.6.)
 REGISTERS = 96
-CHUNK = 4096  # tiles whose partial sums one program adds up
+ADDED = 4096  # tiles whose partial sums one program adds up
 
 
 @cache
@@ -191,13 +193,13 @@ class TritonRun:
         new = torch.zeros if some else torch.empty
         partial = new((tables.tiles, terms), dtype=torch.float32, device=self.device)
         self._pass(f"reduce_{phase}", partial, GUARDED=some)
-        chunks = max(1, -(-tables.most_tiles // CHUNK))
+        chunks = max(1, -(-tables.most_tiles // ADDED))
         shape = (len(self.batch.slots), terms, chunks)
         sums = torch.empty(shape, dtype=torch.float64, device=self.device)
         with _on(self.device):
             add_up[shape](
                 partial, sums, tables.geometry, tables.tiles_of,
-                TERMS=terms, CHUNK=CHUNK, **OPTIONS,
+                TERMS=terms, ADDED=ADDED, **OPTIONS,
             )  # fmt: skip
         return sums[:, :, 0] if chunks == 1 else sums.sum(2)
 
@@ -231,12 +233,7 @@ class TritonRun:
             )
 
     def cancel(self) -> None:
-        counts = self.batch.counts
-        if self.batch.found_inf is None:
-            torch._foreach_sub_(counts, 1)
-            return
-        live = (self.batch.found_inf.to(self.device) == 0).to(counts[0].dtype)
-        torch._foreach_sub_(counts, [live] * len(counts))
+        self.batch.uncount()
 
 
 def start(batch: Batch) -> TritonRun:

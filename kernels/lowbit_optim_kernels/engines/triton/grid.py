@@ -46,7 +46,6 @@ AHEAD = 512
 # The blocks of a tile are neighbours in a tensor of one row, full blocks of rows, or short ones.
 LINE, FULL, SHORT = range(3)
 
-DTYPES = (torch.float32, torch.bfloat16, torch.float16)  # of p and g
 TYPES = {
     torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16,
     torch.uint8: tl.uint8, torch.int8: tl.int8, torch.int16: tl.int16, torch.int32: tl.int32,

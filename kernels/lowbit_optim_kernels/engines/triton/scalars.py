@@ -141,7 +141,7 @@ def combine(
 
 
 @triton.jit
-def add_up(partial, sums, geometry, tiles, TERMS: tl.constexpr, CHUNK: tl.constexpr):
+def add_up(partial, sums, geometry, tiles, TERMS: tl.constexpr, ADDED: tl.constexpr):
     """sums[t, k, c] (fp64) = chunk c of tensor t's partial[:, k] (fp32), always in one order.
 
     tiles: int64 (tensors,), how many each tensor has.
@@ -150,7 +150,7 @@ def add_up(partial, sums, geometry, tiles, TERMS: tl.constexpr, CHUNK: tl.conste
     k = tl.program_id(1)
     c = tl.program_id(2)
     first = tl.load(geometry + t * GEOMETRY + FIRST_TILE)
-    at = c * CHUNK + tl.arange(0, CHUNK)
+    at = c * ADDED + tl.arange(0, ADDED)
     part = tl.load(partial + (first + at) * TERMS + k, mask=at < tl.load(tiles + t), other=0.0)
     at_sum = sums + (t * TERMS + k) * tl.num_programs(2) + c
     tl.store(at_sum, tl.sum(part.to(tl.float64), 0))

@@ -61,7 +61,8 @@ class Tables:
         stream: that the last step was on which no graph has captured; None on a CPU.
         spare: pinned memory for captures.
         code: of the kernels that read them, once there was a step.
-        launched: whether its steps so far, and which of both, had tensors without a gradient.
+        launched: variants that a step has launched, so that they are compiled: False where every
+            tensor had a gradient, True where some had none.
     """
 
     kinds: tuple[grid.Kind, ...]
