@@ -6,6 +6,7 @@ import warnings
 import pytest
 import torch
 
+import lowbit_optim
 from foreign_states import NESTED, build, foreign, nested, params_of
 from protocol import identical, snapshot
 
@@ -137,3 +138,19 @@ def test_a_warning_that_is_an_error_changes_nothing():
         with pytest.raises(UserWarning, match="AdamW8bit converts a state_dict of bitsandbytes"):
             optimizer.load_state_dict(foreign("AdamW", [(2, 256)]))
     assert identical(snapshot(optimizer), before)
+
+
+def test_a_class_of_ones_own_adds_settings_to_override_and_refuses_nothing_by_them(manager):
+    class Tagged(lowbit_optim.AdamW8bit):
+        def __init__(self, params, tag="x", *rest, **options):
+            super().__init__(params, **options)
+
+    p = torch.nn.Parameter(torch.ones(8))
+    manager.override_config(p, "tag", "y")
+    for name in ("rest", "options"):
+        with pytest.raises(ValueError, match=f"unknown setting '{name}'"):
+            manager.override_config(p, name, 1)
+    source = torch.optim.AdamW([{"params": [p], "tag": "encoder"}])
+    target = lowbit_optim.AdamW8bit([p])
+    target.load_state_dict(source.state_dict())
+    assert target.param_groups[0]["tag"] == "encoder"

@@ -389,19 +389,3 @@ def test_arguments_of_the_wrong_kind(manager):
         manager.register_module_override(p, "weight", {"optim_bits": 32})
     assert not manager._parameters
     assert not manager._modules
-
-
-def test_a_class_of_ones_own_adds_settings_to_override_and_refuses_nothing_by_them(manager):
-    class Tagged(lowbit_optim.AdamW8bit):
-        def __init__(self, params, tag="x", *rest, **options):
-            super().__init__(params, **options)
-
-    p = torch.nn.Parameter(torch.ones(8))
-    manager.override_config(p, "tag", "y")
-    for name in ("rest", "options"):
-        with pytest.raises(ValueError, match=f"unknown setting '{name}'"):
-            manager.override_config(p, name, 1)
-    source = torch.optim.AdamW([{"params": [p], "tag": "encoder"}])
-    target = lowbit_optim.AdamW8bit([p])
-    target.load_state_dict(source.state_dict())
-    assert target.param_groups[0]["tag"] == "encoder"

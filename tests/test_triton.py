@@ -17,6 +17,7 @@ import reference_codec
 pytest.importorskip("triton", reason="the Triton engine needs the triton package")
 
 from lowbit_optim_kernels import formats
+from lowbit_optim_kernels.engines.registry import HALF_TO_SINGLE
 from lowbit_optim_kernels.engines.triton import engine as engine_triton
 from lowbit_optim_kernels.engines.triton import grid, tiles
 from lowbit_optim_kernels.engines.triton import tables as engine_tables
@@ -344,7 +345,7 @@ def test_the_order_of_kinds_does_not_depend_on_that_of_the_tensors():
 
 
 def test_every_kind_has_a_number():
-    dtypes = len(grid.DTYPES)
+    dtypes = len(HALF_TO_SINGLE)
     rooms = (256 // grid.NARROWEST).bit_length()  # of short blocks
     tiles = len(grid.ALIGNMENTS) * (2 + 2 + rooms)  # whole and masked ones of a line, of full rows
     kinds = dtypes * dtypes * tiles * max(8, len(formats.FORMATS))
