@@ -355,7 +355,7 @@ def test_what_bounds_a_pass(of_copy, cached, said):
 def test_the_cpu_page_shows_the_result_files():
     page = (Path(__file__).resolve().parent.parent / "docs" / "cpu.md").read_text(encoding="utf-8")
     tables = list(cpu_page.tables())
-    assert len(tables) == 8
+    assert len(tables) == 11
     for table in tables:
         assert f"\n\n{table}\n\n" in page
 

@@ -17,7 +17,7 @@ CASES = ("one", "split64", "resnet50", "gpt2")
 SMALL = "small1000"
 THREADS = {2: "Two threads", 1: "One thread"}  # in the page's order
 MODELS = ("resnet50", "gpt2")
-INSTRUCTION_SETS = "", "_avx2"  # how the names of result files end
+MACHINES = {"": "Zen 5", "_xeon": "Emerald Rapids", "_avx2": "Zen 3"}  # by how files' names end
 
 
 def _pairs(runs: Iterable[dict]) -> dict[str, dict[str, list[dict]]]:
@@ -85,14 +85,14 @@ def passes(written: dict) -> str:
 
 def tables() -> Iterator[str]:
     """All of them, in the page's order; those of ratios with the number of threads above."""
-    for name in INSTRUCTION_SETS:
+    for name, machine in MACHINES.items():
         for threads, words in THREADS.items():
             runs = _runs(name, threads)
-            head = f"{words}, {runs[0]['instruction_set']}, {len(runs)} runs"
+            head = f"{words}, {machine} ({runs[0]['instruction_set']}), {len(runs)} runs"
             yield f"{head}:\n\n{ratios(runs)}"
     yield overhead(_runs("_small", 2))
     yield others(_runs("_peers", 2))
-    for name in INSTRUCTION_SETS:
+    for name in MACHINES:
         yield passes(_written("passes", name))
 
 
