@@ -51,26 +51,41 @@ def local(x: Any) -> Any:
     return x._local_tensor if is_dtensor(x) else x
 
 
-def locals_of(params: list[Any], gradients: list[Any]) -> tuple[list[Any], list[Any]] | None:
-    """This rank's tensors of parameters and gradients; the lists themselves if all are plain.
+class Locals:
+    """What this rank holds of parameters, and of their gradients in each step."""
 
-    None if a gradient is not a DTensor where its parameter is one, or not placed as that is, and
-    if what this rank holds of one is no plain tensor.
-    """
-    types = {*map(type, gradients), *map(type, params)}
-    if types <= PLAIN_TYPES:  # nothing that takes time
-        return params, gradients
-    dtensors = all(map(_is_dtensor_class, types))
-    if dtensors and all(map(is_, map(_SPEC, gradients), map(_SPEC, params))):
-        held, its = list(map(_LOCAL, params)), list(map(_LOCAL, gradients))  # as under fully_shard
-    else:
-        pairs = list(zip(gradients, params, strict=True))
-        if not all(has_placements_of(g, p) for g, p in pairs if is_dtensor(p)):
-            return None
-        if any(is_dtensor(g) for g, p in pairs if not is_dtensor(p)):
-            return None
-        held, its = list(map(local, params)), list(map(local, gradients))
-    return (held, its) if PLAIN_TYPES.issuperset(map(type, its)) else None
+    def __init__(self, params: list[Any]) -> None:
+        self._params, self._types = params, {*map(type, params)}
+        sharded = all(map(_is_dtensor_class, self._types))
+        self._specs = list(map(_SPEC, params)) if sharded else []
+
+    def __call__(self, held: list[Any], gradients: list[Any]) -> tuple[list[Any], list[Any]] | None:
+        """This rank's tensors of parameters and gradients; the lists themselves if all are plain.
+
+        None if a gradient is not a DTensor where its parameter is one, or not placed as that is,
+        and if what this rank holds of one is no plain tensor.
+
+        Args:
+            held: its tensors of the parameters in the last step; returned if they are these still.
+            gradients: of the parameters.
+        """
+        types = {*map(type, gradients)}
+        if types <= PLAIN_TYPES and self._types <= PLAIN_TYPES:  # nothing that takes time
+            return self._params, gradients
+        sharded = bool(self._specs) and all(map(_is_dtensor_class, types))
+        if sharded and all(map(is_, map(_SPEC, gradients), self._specs)):  # as under fully_shard
+            its = list(map(_LOCAL, gradients))
+            if all(map(is_, map(_LOCAL, self._params), held)):
+                return (held, its) if PLAIN_TYPES.issuperset(map(type, its)) else None
+            held = list(map(_LOCAL, self._params))
+        else:
+            pairs = list(zip(gradients, self._params, strict=True))
+            if not all(has_placements_of(g, p) for g, p in pairs if is_dtensor(p)):
+                return None
+            if any(is_dtensor(g) for g, p in pairs if not is_dtensor(p)):
+                return None
+            held, its = list(map(local, self._params)), list(map(local, gradients))
+        return (held, its) if PLAIN_TYPES.issuperset(map(type, [*held, *its])) else None
 
 
 def check(p: Any, name: str) -> None:

@@ -151,7 +151,7 @@ class StepBase(CheckpointBase):
             return self._new_plan(storage[0], form, listed, groups, set())
         found = _gradients.gradients_of(listed)
         for plan in filter(None, (last, last.wider)):
-            if plan.take_gradients(found, _sharding.locals_of, self.state):
+            if plan.take_gradients(found, self.state):
                 return plan
         present = [p for p, g in zip(listed, found, strict=True) if g is not None]
         waiting = [p for p, g in zip(listed, found, strict=True) if g is None]
@@ -198,7 +198,8 @@ class StepBase(CheckpointBase):
             for p, g, engine in self._checked_gradients(group, kept)
         ]
         params = [member.p for member in members]
-        plan = StepPlan(form, listed, params, list(map(_sharding.local, params)), [])
+        held = list(map(_sharding.local, params))
+        plan = StepPlan(form, listed, params, held, [], _sharding.Locals(params))
         wholes = [i for i, x in enumerate(members) if x.share is not None and x.share.whole]
         plan.gathered = GatheredCopies(params, wholes)
         stepped = plan.gathered.renew(plan.held, [member.gradient for member in members])

@@ -34,7 +34,8 @@ def stand_in(p: Tensor) -> Tensor:
     return p.detach()
 
 
-# What this rank holds of parameters and of their gradients, or None.
+# Given what this rank held of parameters, and their gradients: what it holds of both, or None if
+# that takes a closer look.
 Locals = Callable[[list[Any], list[Any]], tuple[list[Any], list[Any]] | None]
 
 
@@ -115,6 +116,7 @@ class StepPlan:
         listed: the parameters that those list.
         params: those of them that have or had a gradient, each once.
         held, gradients: of each the plain tensor that this rank holds, and that of its gradient.
+        locals_of: finds both in a later step.
         missing: the places of those that have no gradient; a `stand_in` is in its place.
         batches: the parameters by device and engine, as the engines are given them. Each keeps the
             engine's tables, which the plan after this one takes over if they fit.
@@ -132,6 +134,7 @@ class StepPlan:
     params: list[Tensor]
     held: list[Tensor]
     gradients: list[Tensor]
+    locals_of: Locals
     missing: frozenset[int] = frozenset()
     batches: list[Batch] = field(default_factory=list)
     gathered: GatheredCopies | None = None
@@ -285,21 +288,19 @@ class StepPlan:
         )
 
     def take_gradients(
-        self, found: list[Tensor | None], locals_of: Locals, state: Mapping[Tensor, dict[str, Any]]
+        self, found: list[Tensor | None], state: Mapping[Tensor, dict[str, Any]]
     ) -> bool:
         """Go on with new gradients, if nothing else is new.
 
         Args:
             found: of the listed parameters.
-            locals_of: gives what this rank holds of parameters and their gradients; None if that
-                takes a closer look.
             state: of all parameters.
         """
         before, chosen = self._snapshot, self._with_stand_ins(found)
         if before is None or chosen is None:
             return False
         given, missing = chosen
-        local = locals_of(self.params, given)
+        local = self.locals_of(self.held, given)
         if local is None:
             return False
         held, gradients = local
@@ -351,7 +352,7 @@ class StepPlan:
         """Addresses of the gradients, old ones for missing ones; None if anything else is new."""
         if not (
             before.gradients.matches(gradients)
-            and (held is self.params or same_objects(held, self.held))
+            and (held is self.params or held is self.held or same_objects(held, self.held))
             and before.matches(held, state)
             and all(held[i].stride() == stride for i, stride in before.copied_params.items())
         ):
