@@ -284,7 +284,9 @@ def test_a_step_allocates_next_to_nothing():
 def test_long_tensors_step_to_the_same_bits_by_spans(name, format, dtype, monkeypatch):
     """And programs beyond the end of one do nothing: the second fills no whole number of spans."""
     grid = pytest.importorskip("lowbit_optim_kernels.engines.triton.grid")
-    shapes = [(grid.ALONE * grid.TILE + 200,), (grid.LONG * grid.SPAN + 1, grid.TILE)]
+    from lowbit_optim_kernels.engines.triton.kinds import TILE
+
+    shapes = [(grid.ALONE * TILE + 200,), (grid.LONG * grid.SPAN + 1, TILE)]
 
     def stepped():
         generator = torch.Generator("cuda").manual_seed(0)

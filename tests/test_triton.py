@@ -19,7 +19,7 @@ pytest.importorskip("triton", reason="the Triton engine needs the triton package
 from lowbit_optim_kernels import formats
 from lowbit_optim_kernels.engines.registry import HALF_TO_SINGLE
 from lowbit_optim_kernels.engines.triton import engine as engine_triton
-from lowbit_optim_kernels.engines.triton import grid, tiles
+from lowbit_optim_kernels.engines.triton import grid, kinds, tiles
 from lowbit_optim_kernels.engines.triton import tables as engine_tables
 from lowbit_optim_kernels.formats.dynamic8 import triton_tables
 
@@ -221,7 +221,7 @@ def test_a_group_of_many_kinds_steps_each_tensor_as_alone(variant, launches):
 def test_sums_of_many_tiles_are_added_in_chunks(monkeypatch):
     """What a tensor of more than 4 million elements does, at 2 tiles a chunk."""
     monkeypatch.setattr(engine_triton, "ADDED", 2)
-    shapes = [(grid.TILE * 3 + 100,), (300,)]
+    shapes = [(kinds.TILE * 3 + 100,), (300,)]
     got = walk("triton", "LARS-trust", 32, shapes)
     assert_same(got, walk("torch", "LARS-trust", 32, shapes), 1e-6)
 
@@ -309,32 +309,32 @@ def kinds_of(plan):
 
 
 def test_whole_tiles_are_of_one_kind_whatever_the_number_of_tensors():
-    tile = grid.TILE
+    tile = kinds.TILE
     plan = plan_of([(tile,), (4, tile), (tile // 256, 256)])
-    assert kinds_of(plan) == {(grid.LINE, True, 16): 6}
+    assert kinds_of(plan) == {(kinds.LINE, True, 16): 6}
     assert plan.tiles == 6
     assert (plan.work[:, 0].cpu() == torch.tensor([0, 1, 1, 1, 1, 2])).all()
 
 
 def test_a_tail_of_a_single_row_is_masked():
-    plan = plan_of([(grid.TILE + 16,), (grid.TILE + 1,), (0,)])
+    plan = plan_of([(kinds.TILE + 16,), (kinds.TILE + 1,), (0,)])
     assert kinds_of(plan) == {
-        (grid.LINE, True, 16): 2, (grid.LINE, False, 16): 1, (grid.LINE, False, 1): 1,
+        (kinds.LINE, True, 16): 2, (kinds.LINE, False, 16): 1, (kinds.LINE, False, 1): 1,
     }  # fmt: skip
     assert plan.kinds[0].whole, "the largest work first"
 
 
 @pytest.mark.slow
 def test_full_and_short_blocks_of_rows_make_tiles_of_their_own():
-    assert kinds_of(plan_of([(8, 96)])) == {(grid.SHORT, False, 16): 1}
-    blocks = grid.TILE // 256
+    assert kinds_of(plan_of([(8, 96)])) == {(kinds.SHORT, False, 16): 1}
+    blocks = kinds.TILE // 256
     plan = plan_of([(2 * blocks + 2, 272), (2 * blocks, 301), (16 * blocks + 1, 260)])
     assert kinds_of(plan) == {
-        (grid.FULL, True, 16): 2, (grid.FULL, False, 16): 1, (grid.SHORT, False, 16): 1,
-        (grid.FULL, True, 1): 2, (grid.SHORT, False, 1): 1,
-        (grid.FULL, True, 4): 16, (grid.FULL, False, 4): 1, (grid.SHORT, False, 4): 2,
+        (kinds.FULL, True, 16): 2, (kinds.FULL, False, 16): 1, (kinds.SHORT, False, 16): 1,
+        (kinds.FULL, True, 1): 2, (kinds.SHORT, False, 1): 1,
+        (kinds.FULL, True, 4): 16, (kinds.FULL, False, 4): 1, (kinds.SHORT, False, 4): 2,
     }  # fmt: skip
-    rooms = {kind.align: kind.short for kind in plan.kinds if kind.blocks == grid.SHORT}
+    rooms = {kind.align: kind.short for kind in plan.kinds if kind.blocks == kinds.SHORT}
     assert rooms == {16: 16, 1: 64, 4: 16}, "as few elements as the block fits in"
 
 
@@ -348,8 +348,8 @@ def test_every_kind_has_a_number():
     dtypes = len(HALF_TO_SINGLE)
     rooms = (256 // grid.NARROWEST).bit_length()  # of short blocks
     tiles = len(grid.ALIGNMENTS) * (2 + 2 + rooms)  # whole and masked ones of a line, of full rows
-    kinds = dtypes * dtypes * tiles * max(8, len(formats.FORMATS))
-    assert kinds * grid.NUMBER <= 2**31
+    count = dtypes * dtypes * tiles * max(8, len(formats.FORMATS))
+    assert count * grid.NUMBER <= 2**31
 
 
 def test_offsets_are_64_bit():

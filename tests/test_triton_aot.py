@@ -149,7 +149,7 @@ from triton.backends.compiler import GPUTarget
 from benchmarks.static.instructions import CHIPS, RULES, rounded
 from benchmarks.static.machine_code import count
 from lowbit_optim_kernels.engines.triton import engine
-from lowbit_optim_kernels.engines.triton.grid import FULL, LINE, SHORT
+from lowbit_optim_kernels.engines.triton.kinds import FULL, LINE, SHORT
 from lowbit_optim_kernels.formats.dynamic8 import DYNAMIC8
 from lowbit_optim_kernels.formats.ratio import RATIO8
 from lowbit_optim_kernels.rules.shared import with_clipping
@@ -189,7 +189,7 @@ from triton.backends.compiler import GPUTarget
 from benchmarks.static.instructions import CHIPS, RULES
 from benchmarks.static.machine_code import count
 from lowbit_optim_kernels.engines.triton import engine
-from lowbit_optim_kernels.engines.triton.grid import FULL, LINE, SHORT
+from lowbit_optim_kernels.engines.triton.kinds import FULL, LINE, SHORT
 from lowbit_optim_kernels.formats.dynamic8 import DYNAMIC8
 from lowbit_optim_kernels.formats.float32 import FLOAT32
 from lowbit_optim_kernels.rules.shared import with_clipping

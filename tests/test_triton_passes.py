@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 
 from lowbit_optim_kernels import formats
-from lowbit_optim_kernels.engines.triton import bindings, grid
+from lowbit_optim_kernels.engines.triton import bindings, grid, kinds, moments
 from lowbit_optim_kernels.engines.triton import tables as engine_tables
 from lowbit_optim_kernels.formats import Format, Part
 from lowbit_optim_kernels.formats.dynamic8 import DYNAMIC8
@@ -77,7 +77,7 @@ def test_a_number_takes_the_place_of_a_tensor():
 @pytest.mark.parametrize("name", ["LAMB", "SGD"])
 def test_kinds_of_many_tiles_are_launched_by_themselves(name, long, monkeypatch):
     """Which changes no bit, nor does it that long tensors among them have a row for many tiles."""
-    shapes = [(grid.TILE * 2 + 100,), (3 * grid.TILE,), (40, 300), (7,)]
+    shapes = [(kinds.TILE * 2 + 100,), (3 * kinds.TILE,), (40, 300), (7,)]
     options = {"momentum": 0.9} if name == "SGD" else {}
 
     def stepped():
@@ -132,7 +132,7 @@ def test_long_tensors_share_rows_where_that_leaves_few_others(tiles, spanned, mo
     monkeypatch.setattr(grid, "ALONE", 100)
     monkeypatch.setattr(grid, "SPAN", 10)
     monkeypatch.setattr(grid, "LONG", 8)
-    kind = grid.Kind(torch.float32, torch.float32, DYNAMIC8, True, 16)
+    kind = kinds.Kind(torch.float32, torch.float32, DYNAMIC8, True, 16)
     members = {kind: [(i, 0, n, 0, 4 * n, 0) for i, n in enumerate(tiles)]}
     found = {k.spanned: [n for _, _, n, *_ in of] for k, of in grid._spanned(members).items()}
     assert found.get(True, []) == spanned
@@ -314,3 +314,8 @@ def test_a_block_that_does_not_fit_a_tile_is_refused():
 
     with pytest.raises(ValueError, match="blocks of 4096"):
         grid.blocks_of_tile(Linear8("huge", 4096))
+
+
+def test_kernels_find_the_constants_of_a_kind_by_their_names():
+    for place, name in enumerate(kinds.KindConstants._fields):
+        assert getattr(moments, name.upper()).value == place, name

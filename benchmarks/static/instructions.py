@@ -32,7 +32,7 @@ from benchmarks.common.arguments import known, refusing
 from benchmarks.static import machine_code, traffic, wavefronts
 from lowbit_optim_kernels import formats, weights
 from lowbit_optim_kernels.engines.triton import engine as engine_triton
-from lowbit_optim_kernels.engines.triton.grid import TILE, Kind
+from lowbit_optim_kernels.engines.triton.kinds import TILE, Kind
 from lowbit_optim_kernels.rules import SQUARE, Rule
 from lowbit_optim_kernels.rules.shared import dithered
 

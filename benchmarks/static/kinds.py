@@ -20,11 +20,11 @@ from benchmarks.common.arguments import known, refusing
 from benchmarks.static import instructions, machine_code
 from lowbit_optim_kernels import formats, weights
 from lowbit_optim_kernels.engines.triton import engine as engine_triton
-from lowbit_optim_kernels.engines.triton import grid
+from lowbit_optim_kernels.engines.triton.kinds import FULL, SHORT
 
 OF_ODD_ROWS = 1, weights.PLAIN, False  # alignment, weights, whether far
 TILES = (
-    (True, 16), (True, *OF_ODD_ROWS, grid.FULL), (False, *OF_ODD_ROWS, grid.SHORT, 64),
+    (True, 16), (True, *OF_ODD_ROWS, FULL), (False, *OF_ODD_ROWS, SHORT, 64),
 )  # fmt: skip
 REGISTERS, MOST = 65_536, 32  # of a multiprocessor; programs that share it
 

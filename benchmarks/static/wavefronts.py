@@ -12,7 +12,8 @@ import torch
 import lowbit_optim
 from benchmarks.common import registry
 from benchmarks.static import machine_code
-from lowbit_optim_kernels.engines.triton.grid import NARROWEST, TILE
+from lowbit_optim_kernels.engines.triton.grid import NARROWEST
+from lowbit_optim_kernels.engines.triton.kinds import TILE
 from lowbit_optim_kernels.formats.layout import BLOCK
 
 ELEMENTS = 4 * TILE  # about as many has a tensor of whole tiles

@@ -9,7 +9,7 @@ from lowbit_optim_kernels import weights
 pytest.importorskip("triton", reason="the Triton engine needs the triton package")
 
 from benchmarks.static.ptx.launch import emulated
-from lowbit_optim_kernels.engines.triton import grid
+from lowbit_optim_kernels.engines.triton import grid, kinds
 from test_triton_formats import engine_triton, split_kernel, weights_of_all_kinds
 
 SHAPES = [(4096,), (3, 272), (5, 300), (257,), (0,), ()]
@@ -110,7 +110,7 @@ def test_long_tensors_step_to_the_same_bits_by_spans(arch, name, format, monkeyp
 
     def stepped():
         generator = torch.Generator().manual_seed(0)
-        shapes = [(5 * grid.TILE + 200,), (2 * grid.TILE,)]
+        shapes = [(5 * kinds.TILE + 200,), (2 * kinds.TILE,)]
         params = [
             torch.nn.Parameter(torch.randn(shape, generator=generator).bfloat16())
             for shape in shapes
@@ -129,7 +129,7 @@ def test_long_tensors_step_to_the_same_bits_by_spans(arch, name, format, monkeyp
     together = stepped()
     monkeypatch.setattr(grid, "ALONE", 1)
     monkeypatch.setattr(grid, "LONG", 0)
-    monkeypatch.setattr(grid, "AHEAD", 3)
+    monkeypatch.setattr(kinds, "AHEAD", 3)
     apart = stepped()
     for p, q in zip(together[0], apart[0], strict=True):
         assert torch.equal(p, q)

@@ -32,7 +32,7 @@ from ...codegen.analysis import (
 from ...formats import Format, Part, Unit, constant, units
 from ...rules import Chain, Moment, Phase, Rule, RuleFunction
 from . import rule_source
-from .grid import module_of, number_of
+from .kinds import module_of, number_of
 from .primitives import ROLES
 from .tables import GSCALE, LANES, LIVE, SCALARS, float_names, lanes, random_column, streams
 

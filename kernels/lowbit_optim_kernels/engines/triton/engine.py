@@ -28,15 +28,15 @@ from ...formats import Format, Unit
 from ...formats.layout import Layout
 from ...rules import Rule
 from .. import torch as torch_engine
-from . import bindings, grid
-from .grid import Kind
+from . import bindings
+from .kinds import ALIGNED, WARPS, Kind, constants, formats_of, module_of
 from .primitives import INTERPRETED
 from .scalars import add_up
 from .tables import LANES, Code, Tables, lanes, tables_for
 
 # Sums are fused where the text says so (`rule_source`). Which others a compiler would fuse depends
 # on what else is in a kernel: a tensor would not step to the same bits in every group.
-OPTIONS = {"num_warps": grid.WARPS, "enable_fp_fusion": False}
+OPTIONS = {"num_warps": WARPS, "enable_fp_fusion": False}
 # Registers of a thread that updates 16-bit weights and two moments of 8 bits, in whole tiles alone,
 # by dither. The assembler would take 128 where it spills none into memory with as few: 10 programs
 # share a multiprocessor then, not 8, and a step of AdamW8bit takes 1 to 4 % less time on an H200.
@@ -81,7 +81,7 @@ def passes(rule: Rule) -> list[str]:
 def _options(rule: Rule, name: str, kinds: tuple[Kind, ...], ptx: bool) -> dict[str, Any]:
     """What a launch of a per-element kernel over these kinds is compiled with."""
     kind, coded = kinds[0], [moment for moment in rule.moments if not moment.exact]
-    alone = name == "update" and len(kinds) == 1 and kind.whole and kind.align == grid.ALIGNED
+    alone = name == "update" and len(kinds) == 1 and kind.whole and kind.align == ALIGNED
     narrow = kind.p.itemsize == 2 and kind.weights.extra == 0
     two = len(coded) == 2 and any(moment.stream for moment in coded)
     limited = two and len(rule.phases) < 2 and kind.format.bits == 8
@@ -102,17 +102,17 @@ def compile_for(target: GPUTarget, rule: Rule, name: str, *given: tuple, **switc
         triton's CompiledKernel.
     """
     kinds = tuple(Kind(*each) for each in given)
-    formats = grid.formats_of(kinds)
+    formats = formats_of(kinds)
     ptx = target.backend == "cuda" and target.arch >= 80  # as `takes_ptx`
     kernel = getattr(kernels(rule, formats, ptx), name)
-    constants = {**grid.constants(kinds, formats), **switches}
+    bound = {**constants(kinds, formats), **switches}
     names = kernel.arg_names
     signature = {argument: _POINTERS.get(argument, "constexpr") for argument in names}
     return triton.compile(
         ASTSource(
             kernel, signature,
             constexprs={
-                (i,): constants.get(argument, False)
+                (i,): bound.get(argument, False)
                 for i, argument in enumerate(names)
                 if argument not in _POINTERS
             },
@@ -153,7 +153,7 @@ class TritonRun:
 
     def _code(self) -> Code:
         """Which the tables keep: a rule's hash, by which to find it again, is slow."""
-        using = self.rule, grid.formats_of(self.tables.kinds), self.ptx
+        using = self.rule, formats_of(self.tables.kinds), self.ptx
         update = [
             _options(self.rule, "update", each.kinds, self.ptx) for each in self.tables.launches
         ]
@@ -246,7 +246,7 @@ def _whole_tensors(
     out: Sequence[Tensor],
 ) -> None:  # fmt: skip
     """Call this function of the format's module, or where it has none the torch engine's."""
-    own = getattr(grid.module_of(unit.format), name, None) if unit.format.triton else None
+    own = getattr(module_of(unit.format), name, None) if unit.format.triton else None
     if own is None:
         by_torch(unit, given, layout, out)
         return

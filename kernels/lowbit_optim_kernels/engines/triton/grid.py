@@ -7,27 +7,18 @@ of a tensor's rows make tiles, and the short ones make others, narrower and of m
 
 from __future__ import annotations
 
-import importlib
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from types import ModuleType
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
-import torch
-import triton.language as tl
 
 from ...batch import WEIGHT_BLOCK, Slot
 from ...formats import Format, parts_of
 from ...rules import Moment
-from ...weights import PLAIN, Weights
+from .kinds import ALIGNED, FULL, LINE, SHORT, TILE, Kind
 
-# Elements per program: 16 a thread. On an H200 AdamW8bit's step in fp32 takes 7 % longer with twice
-# as many on 4 warps, which wait for each other at barriers, 8 % with as many on 4 warps, and in
-# bf16 2.5 times as long with half as many on one, of which Triton makes look-ups another way.
-TILE, WARPS = 1024, 2
-ALIGNED = 16  # elements: the widest access to codes
 ALIGNMENTS = ALIGNED, 4, 1  # elements that blocks may start at multiples of
 NARROWEST = 16  # elements of a tile's block, at least
 NUMBER = 2**20  # what counts the kind in the first column of `work`: room for 2048 of them
@@ -41,55 +32,6 @@ ALONE = 2**15
 # time of a step on an H200, whose programs find the row in a cache, and no 16 bytes a tile. Long
 # are tensors of so many spans that programs beyond their ends, which do nothing, are few.
 SPAN, LONG = 512, 8
-# Tiles ahead of its own that a program asks the L2 cache for, where a format says so.
-AHEAD = 512
-# The blocks of a tile are neighbours in a tensor of one row, full blocks of rows, or short ones.
-LINE, FULL, SHORT = range(3)
-
-TYPES = {
-    torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16,
-    torch.uint8: tl.uint8, torch.int8: tl.int8, torch.int16: tl.int16, torch.int32: tl.int32,
-    torch.float8_e4m3fn: tl.float8e4nv, torch.float8_e5m2: tl.float8e5,
-}  # fmt: skip
-
-
-class Kind(NamedTuple):
-    """All that the code for a tile depends on.
-
-    Attributes:
-        p, g: dtypes.
-        format: of the moments.
-        whole: whether all blocks are there and full, so that nothing needs a mask.
-        align: elements that every block starts at a multiple of.
-        weights: how p is stored.
-        far: whether numbers of blocks, which random bits are made of, take more than 32 bits.
-        blocks: LINE, FULL or SHORT.
-        short: elements that a tile has room for in a SHORT block.
-        shifted: whether p may begin within a block of its random bits.
-        spanned: whether a row of `work` is one of SPAN tiles; of whole ones that are LINE.
-    """
-
-    p: torch.dtype
-    g: torch.dtype
-    format: Format
-    whole: bool
-    align: int
-    weights: Weights = PLAIN
-    far: bool = False
-    blocks: int = LINE
-    short: int = 0
-    shifted: bool = False
-    spanned: bool = False
-
-    @property
-    def room(self) -> int:
-        """Elements that a tile has room for in a block."""
-        return self.short or self.format.block
-
-    @property
-    def in_tile(self) -> int:
-        """Blocks of a tile."""
-        return TILE // self.room
 
 
 class TileRange(NamedTuple):
@@ -132,16 +74,6 @@ class Grid:
     launches: list[tuple[tuple[Kind, ...], int]]
     tiles: list[int]
     shapes: list[tuple[int, int]]
-
-
-def number_of(dtype: torch.dtype) -> int:
-    """The number that stands for a dtype in the constants of a kernel."""
-    return list(TYPES).index(dtype)
-
-
-def module_of(format: Format) -> ModuleType:
-    """A format's functions for Triton; see docs/adding_a_format.md."""
-    return importlib.import_module(format.triton)
 
 
 def blocks_of_tile(format: Format) -> int:
@@ -273,95 +205,3 @@ def _programs(number: int, kind: Kind, members: Sequence[Member]) -> np.ndarray:
     counted = np.minimum(tiles[each] - within, span) if kind.spanned else number
     entries = tensor[each] + counted * NUMBER, tile[each] + within, row, column
     return np.stack(entries, axis=1).astype(np.int32)
-
-
-def formats_of(kinds: Sequence[Kind]) -> tuple[Format, ...]:
-    """The formats of these kinds, each once."""
-    return tuple(dict.fromkeys(kind.format for kind in kinds))
-
-
-def pieces(kinds: Sequence[Kind]) -> list[int]:
-    """Blocks of a tile that a program updates at a time, for each kind.
-
-    A kernel takes the registers of its largest kind, and with more of them fewer programs share a
-    multiprocessor. So only the best aligned whole tiles of the narrowest state, or a kind without
-    others, are updated at once, the rest in halves, and unaligned blocks, which are read element by
-    element, in halves too and beside aligned ones in quarters, short ones in eighths. (Each piece
-    brings tables into shared memory.)
-    """
-    lightest = min(((kind.format.bits, -kind.align) for kind in kinds if kind.whole), default=None)
-    aligned = any(kind.align > 1 for kind in kinds)
-
-    def of(kind: Kind) -> int:
-        light = kind.whole and (kind.format.bits, -kind.align) == lightest
-        heavy = aligned and kind.align == 1
-        undivided = kind.align > 1 and (light or len(kinds) == 1)
-        parts = 1 if undivided else (8 if kind.short else 4) if heavy else 2
-        return max(1, kind.in_tile // parts)
-
-    return [of(kind) for kind in kinds]
-
-
-def constants(kinds: tuple[Kind, ...], formats: Sequence[Format]) -> dict[str, Any]:
-    """Constants by which per-element kernels are specialized: the kinds of tiles in a launch.
-
-    Args:
-        kinds: of the launch.
-        formats: of which the kernels were written, in this order.
-    """
-    number = {format: i for i, format in enumerate(formats)}
-    return {
-        "KINDS": tuple(
-            (
-                number_of(kind.p),
-                number_of(kind.g),
-                number[kind.format],
-                kind.whole,
-                kind.align,
-                piece,
-                kind.far,
-                *_of_weights(kind.weights),
-                *_lengths(kind),
-                kind.room,
-                kind.blocks,
-                kind.shifted,
-                _once(kind),
-                kind.spanned,
-                _ahead(kind),
-            )
-            for kind, piece in zip(kinds, pieces(kinds), strict=True)
-        )
-    }
-
-
-def _lengths(kind: Kind) -> tuple[int, int]:
-    """Most elements that a thread takes in a row: in a pass that reads moments, and in others.
-
-    16 bytes of p and g: with more, a warp would read every other 16 bytes at a time. A format of
-    whose kernels something else is the limit has a RUN of its own.
-    """
-    bare = 16 // max(kind.p.itemsize, kind.g.itemsize)
-    return getattr(module_of(kind.format), "RUN", bare), bare
-
-
-def _once(kind: Kind) -> bool:
-    """Whether caches should drop elements first: where a format says so, whose tables lie there.
-
-    Not in fp32, whose steps take 2 to 4 % more time so on an H200.
-    """
-    return kind.p.itemsize == 2 and getattr(module_of(kind.format), "ONCE", False)
-
-
-def _ahead(kind: Kind) -> int:
-    """How far ahead programs ask for tiles, or 0: in fp32, where memory is the limit without."""
-    asks = getattr(module_of(kind.format), "AHEAD", False)
-    return AHEAD if asks and kind.spanned and kind.p.itemsize == 2 else 0
-
-
-def _of_weights(weights: Weights) -> tuple[bool, int, bool, int]:
-    """Whether weights are split, the bits of a residual, whether by dither, the residual's dtype.
-
-    -1 where there is none.
-    """
-    residual = -1 if weights.residual is None else number_of(weights.residual)
-    return weights.bits is not None, weights.extra, weights.dithered, residual

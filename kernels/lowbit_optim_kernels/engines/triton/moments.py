@@ -5,16 +5,16 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .grid import WARPS
+from .kinds import WARPS, KindConstants
 from .primitives import PER_THREAD, STREAM, abs, finite
 from .random import dithered_scale
 from .tiles import ALIGNED, WARP, block_bits, load, moment_bits, operand, pointer, store
 
-# Of a kind, and of its weights.
-P_TYPE, G_TYPE, FORMAT, WHOLE, ALIGN, PIECE, FAR = (tl.constexpr(i) for i in range(7))
-SPLIT, EXTRA, DITHERED, LOW_TYPE, RUN, BARE_RUN = (tl.constexpr(i) for i in range(7, 13))
-ROOM, BLOCKS, SHIFTED, ONCE = (tl.constexpr(i) for i in range(13, 17))
-SPANNED, AHEAD = (tl.constexpr(i) for i in range(17, 19))
+# Of a kind.
+(
+    P_TYPE, G_TYPE, FORMAT, WHOLE, ALIGN, PIECE, FAR, SPLIT, EXTRA, DITHERED, LOW_TYPE, RUN,
+    BARE_RUN, ROOM, BLOCKS, SHIFTED, ONCE, SPANNED, AHEAD,
+) = (tl.constexpr(i) for i in range(len(KindConstants._fields)))  # fmt: skip
 BLOCK, UNITS, ORDER, INEXACT = (tl.constexpr(i) for i in range(4))  # of a format
 # Of a unit, of each of its tensors, and of its format's functions.
 CODEC, MOMENTS, EXACT, INDEX, ELEMENTS, PER_BLOCK, TABLE = (tl.constexpr(i) for i in range(7))

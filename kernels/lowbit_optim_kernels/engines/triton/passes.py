@@ -40,7 +40,8 @@ import triton.language as tl
 
 from ...batch import RESIDUAL, G, P
 from ...weights import triton as stored_weights
-from . import grid
+from .grid import NUMBER
+from .kinds import TILE
 from .moments import (
     AHEAD,
     ALIGN,
@@ -84,7 +85,7 @@ from .tiles import (
     weight_bits,
 )
 
-NUMBER, TILE = tl.constexpr(grid.NUMBER), tl.constexpr(grid.TILE)
+NUMBER, TILE = tl.constexpr(NUMBER), tl.constexpr(TILE)
 # Columns of `address`.
 P, G, RESIDUAL = tl.constexpr(P), tl.constexpr(G), tl.constexpr(RESIDUAL)
 

@@ -21,6 +21,7 @@ from ...devices import capturing, current_stream
 from ...dither import WEIGHT
 from ...rules import Rule, RuleFunction
 from . import grid
+from .kinds import Kind, constants, formats_of
 
 LANES = 128  # tensors per program of the per-tensor kernels
 GSCALE, LIVE, SCALARS = 0, 1, 2  # columns of `scalars` and of `floats`
@@ -31,7 +32,7 @@ SPARE = 2  # captures in a row without a step in between
 class Launch:
     """One launch of a pass over elements: the kinds of its tiles, constants, rows of `work`."""
 
-    kinds: tuple[grid.Kind, ...]
+    kinds: tuple[Kind, ...]
     constants: dict[str, Any]
     work: Tensor
 
@@ -65,7 +66,7 @@ class Tables:
             tensor had a gradient, True where some had none.
     """
 
-    kinds: tuple[grid.Kind, ...]
+    kinds: tuple[Kind, ...]
     work: Tensor
     launches: list[Launch]
     tiles: int
@@ -246,10 +247,10 @@ def _key(slot: Slot) -> int:
 
 
 def _launches(tiling: grid.Grid, work: Tensor) -> list[Launch]:
-    formats = grid.formats_of(tiling.kinds)
+    formats = formats_of(tiling.kinds)
     starts = [0, *(end for _, end in tiling.launches)]
     return [
-        Launch(kinds, grid.constants(kinds, formats), work[start:end])
+        Launch(kinds, constants(kinds, formats), work[start:end])
         for start, (kinds, end) in zip(starts, tiling.launches, strict=False)
     ]
 

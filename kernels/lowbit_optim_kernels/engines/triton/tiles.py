@@ -6,14 +6,14 @@ import triton
 import triton.language as tl
 
 from ...batch import WEIGHT_BLOCK
-from . import grid, random
+from . import grid, kinds, random
 from .scalars import BEFORE, GEOMETRY, ROW, ROWS, WEIGHTS_BEFORE
 
 WORK, WEIGHT_BLOCK = tl.constexpr(grid.WORK), tl.constexpr(WEIGHT_BLOCK)
-TILE, SPAN = tl.constexpr(grid.TILE), tl.constexpr(grid.SPAN)
-ALIGNED = tl.constexpr(grid.ALIGNED)
-LINE, FULL, SHORT = (tl.constexpr(x) for x in (grid.LINE, grid.FULL, grid.SHORT))
-TYPES = tl.constexpr(tuple(grid.TYPES.values()))  # a dtype is a number in tuples
+TILE, SPAN = tl.constexpr(kinds.TILE), tl.constexpr(grid.SPAN)
+ALIGNED = tl.constexpr(kinds.ALIGNED)
+LINE, FULL, SHORT = (tl.constexpr(x) for x in (kinds.LINE, kinds.FULL, kinds.SHORT))
+TYPES = tl.constexpr(tuple(kinds.TYPES.values()))  # a dtype is a number in tuples
 WARP = tl.constexpr(32)  # NVIDIA's
 SECTOR = tl.constexpr(32)  # bytes that memory is read in at least
 
