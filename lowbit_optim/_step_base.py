@@ -289,7 +289,8 @@ def _in_turn(
         yield from filter(None, [steps])
         return
     note_order([batch for _, batch in steps])
-    if not any(plan.copies(batch) & batch.sharing for plan, batch in steps):
+    shared = (batch.sharing.intersection(plan.copied(batch)) for plan, batch in steps)
+    if not any(shared):
         yield steps
         return
     for plan, batch in steps:

@@ -179,28 +179,27 @@ class StepPlan:
             return self.held
         return [p for i, p in enumerate(self.held) if i not in self.missing]
 
-    def copies(self, batch: Batch) -> frozenset[int]:
-        """The places in a batch of its slots whose parameters are stepped in copies."""
-        staged = self._positions_in(batch, self.staged) if self.staged else frozenset()
-        return staged - batch.missing
+    def copied(self, batch: Batch) -> dict[int, int]:
+        """The places of parameters that a batch steps in copies, by those of their slots in it."""
+        if not self.staged:
+            return {}
+        slots = {k: slot.index for k, slot in enumerate(batch.slots) if k not in batch.missing}
+        return {k: i for k, i in slots.items() if i in self.staged}
 
     def renew_copies(self, batch: Batch) -> None:
         """Copy what is held to where a batch steps it."""
-        for i in self._indices(batch):
+        for i in self.copied(batch).values():
             self.staged[i].copy_(self.held[i])
 
     def write_back(self, batch: Batch) -> None:
         """Copy what a batch has stepped in copies to where it is held."""
-        written = self._indices(batch)
+        written = self.copied(batch).values()
         held, work = [self.held[i] for i in written], [self.staged[i] for i in written]
         if any(map(Tensor.is_neg, held)):  # which foreach operators refuse
             for to, source in zip(held, work, strict=True):
                 to.copy_(source)
         elif held:
             torch._foreach_copy_(held, work)
-
-    def _indices(self, batch: Batch) -> list[int]:
-        return [batch.slots[place].index for place in sorted(self.copies(batch))]
 
     def freeze(self, state: Mapping[Tensor, dict[str, Any]]) -> None:
         """Note after a step what a later one has to compare, and keep no more than that."""
