@@ -180,6 +180,7 @@ class CheckpointBase(StateBase):
 
     def _renumbered(self) -> list[Tensor]:
         """All parameters; `_numbers.version` is another one if some have new numbers."""
+        self._settings.keep_first(len(self.param_groups))
         listed = all_parameters(self.param_groups)
         if self._numbers.renew(listed):
             self._overrides.keep(listed)

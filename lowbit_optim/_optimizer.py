@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping
-from typing import Any, overload
+from typing import Any, Protocol, overload
 
 import torch
 from torch import Tensor
@@ -16,6 +16,20 @@ from . import _bitsandbytes_arguments, _checks, _gradients, _manager, _settings
 from ._parameter_numbers import ParameterNumbers
 from ._settings import COMMON_DEFAULTS, Settings, plain, resolved
 from ._step_base import StepBase
+
+# Plans of some parameters that are kept have at most so many for each that there is: those that are
+# stepped together are the same ones in every backward pass, or others each time.
+MOST_LISTED = 4
+
+
+class Released(Protocol):
+    """What has gradients released."""
+
+    def finish(self) -> None:
+        """Step what the hooks have left."""
+
+    def forget(self) -> None:
+        """Begin anew, as after a step."""
 
 
 class LowBitOptimizer(StepBase):
@@ -130,7 +144,7 @@ class LowBitOptimizer(StepBase):
         self._partial_plans: dict[Any, StepPlan] = {}
         self._numbers = ParameterNumbers()
         # What steps what the hooks of released gradients leave.
-        self._released: Callable[[], None] | None = getattr(self, "_released", None)
+        self._released: Released | None = getattr(self, "_released", None)
 
     def _check_initial_settings(self, group: Mapping[str, Any]) -> None:
         """Raise for settings that a user may not write; a step may come to others."""
@@ -225,9 +239,19 @@ class LowBitOptimizer(StepBase):
                 loss = closure()
         if self._released is not None:
             self._check_unscaled()
-            self._released()
+            self._released.finish()
         self._step_groups()
         return loss
+
+    @torch._disable_dynamo
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Reset all gradients; see `torch.optim.Optimizer.zero_grad`.
+
+        Released ones begin anew, too, as after a backward pass that failed.
+        """
+        super().zero_grad(set_to_none)
+        if self._released is not None:
+            self._released.forget()
 
     @torch._disable_dynamo
     @torch.no_grad()
@@ -306,10 +330,14 @@ class LowBitOptimizer(StepBase):
             for index, some in of_groups.items()
             for key, part in self._overridden(self._settings_of(index).having("params", list(some)))
         ]
-        last = self._partial_plans
-        self._partial_plans = {} if len(last) > len(self._numbers.places) else last
+        kept = self._partial_plans
         try:
-            self._partial_plans.update(self._step_parts(parts, last))
+            plans = self._step_parts(parts, kept)
+            if not plans.keys() <= kept.keys():
+                listed = sum(len(plan.listed) for plan in kept.values())
+                if listed > MOST_LISTED * len(self._numbers.places):
+                    kept.clear()
+            kept.update(plans)
         except BaseException:
             self._partial_plans = {}  # some hold the gradients of this step
             raise

@@ -123,7 +123,8 @@ def _stream(p: Tensor) -> Any:
 def _is_released(p: Tensor) -> bool:
     """Whether hooks that still do anything step a parameter."""
     reference = _released_params.get(p)
-    return reference is not None and reference() is not None
+    released = None if reference is None else reference()
+    return released is not None and released._reference() is not None
 
 
 def _hook_of(released: ReleasedGradients) -> Callable[[Tensor], None]:
@@ -132,7 +133,7 @@ def _hook_of(released: ReleasedGradients) -> Callable[[Tensor], None]:
 
     def take(p: Tensor) -> None:
         alive = reference()
-        if alive is not None:
+        if alive is not None and alive._reference() is not None:
             alive._take(p)
 
     return take
@@ -144,8 +145,8 @@ class ReleasedGradients:
     def __init__(
         self, optimizer: LowBitOptimizer, bucket_bytes: int, clip_previous_norm: float | None
     ) -> None:
-        self._optimizer, self._bucket_bytes = optimizer, bucket_bytes
-        self._clip = clip_previous_norm
+        self._reference = weakref.ref(optimizer)  # which has this, and would be kept by it
+        self._bucket_bytes, self._clip = bucket_bytes, clip_previous_norm
         # By streams: what one of them has left to do, another does not wait for before the backward
         # pass is over.
         self._waiting: dict[Any, _Bucket] = {}
@@ -161,7 +162,14 @@ class ReleasedGradients:
         except BaseException:
             self.remove()
             raise
-        optimizer._released = self.finish
+        optimizer._released = self
+
+    @property
+    def _optimizer(self) -> LowBitOptimizer:
+        optimizer = self._reference()
+        if optimizer is None:
+            raise RuntimeError("the optimizer of these released gradients is no longer there")
+        return optimizer
 
     def _params(self) -> list[Tensor]:
         return [p for group in self._optimizer.param_groups for p in group["params"]]
@@ -192,11 +200,16 @@ class ReleasedGradients:
     def remove(self) -> None:
         """Take the hooks away; gradients that wait to be stepped stay for `optimizer.step()`."""
         self._unhook(list(self._hooks))
-        self._waiting, self._squares, self._taken = {}, {}, set()
-        if self._optimizer._released == self.finish:
-            self._optimizer._released = None
-            for group in self._optimizer.param_groups:
+        self.forget()
+        optimizer = self._reference()
+        if optimizer is not None and optimizer._released is self:
+            optimizer._released = None
+            for group in optimizer.param_groups:
                 group.pop(PREVIOUS_NORM, None)
+
+    def forget(self) -> None:
+        """Forget what a backward pass has left, as if the last step had been the last thing."""
+        self._waiting, self._squares, self._taken = {}, {}, set()
 
     def _norm(self) -> Tensor:
         """The norm of all gradients in the step before, beside the first parameter; 0 at first.
@@ -227,7 +240,8 @@ class ReleasedGradients:
             raise RuntimeError(
                 f"a parameter of shape {tuple(p.shape)} has a second gradient since the last "
                 "optimizer.step(), and its first one was released: call step() after every "
-                "backward pass; gradients that are to be accumulated cannot be released. A layer "
+                "backward pass, or zero_grad() after one that failed; gradients that are to be "
+                "accumulated cannot be released. A layer "
                 "that is used twice has one gradient, but two under reentrant checkpointing: call "
                 "checkpoint with use_reentrant=False"
             )

@@ -24,6 +24,7 @@ Validate = Callable[[Mapping[str, Any]], None]
 # What a group has beside settings: its parameters, and the norm of all gradients in the last step.
 PREVIOUS_NORM = "previous_gradient_norm"
 NON_SETTING_KEYS = ("params", PREVIOUS_NORM)
+_UNREAD = (*NON_SETTING_KEYS, "param_names")  # by a step
 # Settings that every group has, whether or not the class has arguments for them.
 COMMON_DEFAULTS = {"state_format": None, "dither": True, "seed": 0, "master_weight_bits": "auto"}
 _STORAGE = frozenset(("optim_bits", "state_format"))
@@ -99,9 +100,9 @@ class Resolved(dict[str, Any]):
 
 
 def resolved(group: Mapping[str, Any]) -> Resolved:
-    """A group's settings as numbers; `params` are left as they are."""
+    """A group's settings as numbers; parameters and their names are left as they are."""
     return Resolved(
-        (key, value if key in NON_SETTING_KEYS or type(value) in _PLAIN_TYPES else as_number(value))
+        (key, value if key in _UNREAD or type(value) in _PLAIN_TYPES else as_number(value))
         for key, value in group.items()
     )
 
@@ -164,6 +165,12 @@ class Settings:
         self._resolved: dict[int, Resolved] = {}
         self._stored_as: dict[int, dict[str, Any]] = {}
 
+    def keep_first(self, count: int) -> None:
+        """Forget groups that are no longer there, and with them their parameters."""
+        for known in (self._given, self._resolved, self._stored_as):
+            for index in [index for index in known if index >= count]:
+                del known[index]
+
     def remember(self, index: int, group: Mapping[str, Any]) -> None:
         """Take a group's `optim_bits` and `state_format` as what later changes start from."""
         self._stored_as[index] = _storage(index, group)
@@ -208,7 +215,8 @@ class Settings:
         known = resolved(group)
         validate(known)
         self._given.pop(index, None)
-        values = (value for key, value in group.items() if key not in NON_SETTING_KEYS)
+        self._resolved.pop(index, None)
+        values = (value for key, value in group.items() if key not in _UNREAD)
         if not any(map(_may_change, values)):
             self._given[index], self._resolved[index] = dict(group), known
         return known

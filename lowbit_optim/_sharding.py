@@ -13,7 +13,7 @@ known wherever a shard begins.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from operator import attrgetter, is_
@@ -52,32 +52,25 @@ def local(x: Any) -> Any:
 
 
 class Locals:
-    """What this rank holds of parameters, and of their gradients in each step."""
+    """What this rank holds of parameters, of their gradients and of their states."""
 
     def __init__(self, params: list[Any]) -> None:
         self._params, self._types = params, {*map(type, params)}
         sharded = all(map(_is_dtensor_class, self._types))
         self._specs = list(map(_SPEC, params)) if sharded else []
 
-    def __call__(self, held: list[Any], gradients: list[Any]) -> tuple[list[Any], list[Any]] | None:
+    def __call__(self, gradients: list[Any]) -> tuple[list[Any], list[Any]] | None:
         """This rank's tensors of parameters and gradients; the lists themselves if all are plain.
 
         None if a gradient is not a DTensor where its parameter is one, or not placed as that is,
         and if what this rank holds of one is no plain tensor.
-
-        Args:
-            held: its tensors of the parameters in the last step; returned if they are these still.
-            gradients: of the parameters.
         """
         types = {*map(type, gradients)}
         if types <= PLAIN_TYPES and self._types <= PLAIN_TYPES:  # nothing that takes time
             return self._params, gradients
         sharded = bool(self._specs) and all(map(_is_dtensor_class, types))
         if sharded and all(map(is_, map(_SPEC, gradients), self._specs)):  # as under fully_shard
-            its = list(map(_LOCAL, gradients))
-            if all(map(is_, map(_LOCAL, self._params), held)):
-                return (held, its) if PLAIN_TYPES.issuperset(map(type, its)) else None
-            held = list(map(_LOCAL, self._params))
+            held, its = list(map(_LOCAL, self._params)), list(map(_LOCAL, gradients))
         else:
             pairs = list(zip(gradients, self._params, strict=True))
             if not all(has_placements_of(g, p) for g, p in pairs if is_dtensor(p)):
@@ -86,6 +79,28 @@ class Locals:
                 return None
             held, its = list(map(local, self._params)), list(map(local, gradients))
         return (held, its) if PLAIN_TYPES.issuperset(map(type, [*held, *its])) else None
+
+    @staticmethod
+    def tensors_of(values: list[Any]) -> Callable[[list[Any]], list[Tensor]]:
+        """A function that finds this rank's tensors among values of the same types."""
+        types = list(map(type, values))
+        if PLAIN_TYPES.issuperset(types):
+            return lambda values: values
+        of_dtensors = {cls for cls in {*types} if _is_dtensor_class(cls)}
+        sharded = [k for k, cls in enumerate(types) if cls in of_dtensors]
+        others = ((k, cls) for k, cls in enumerate(types) if cls not in of_dtensors)
+        plain = [k for k, cls in others if issubclass(cls, Tensor)]
+
+        def found(values: list[Any]) -> list[Tensor]:
+            shards = map(_LOCAL, [values[k] for k in sharded])
+            return [*shards, *(values[k] for k in plain)]
+
+        return found
+
+    @staticmethod
+    def one(value: Any) -> Tensor:
+        """This rank's tensor of a value."""
+        return local(value)
 
 
 def check(p: Any, name: str) -> None:

@@ -282,13 +282,15 @@ def test_a_second_backward_pass_is_refused():
 
 def test_a_layer_twice_under_reentrant_checkpointing_is_refused():
     layer = nn.Linear(16, 16)
-    release_gradients(lowbit_optim.AdamW8bit(layer.parameters()), layer)
+    optimizer = lowbit_optim.AdamW8bit(layer.parameters())
+    release_gradients(optimizer, layer)
     x = torch.randn(4, 16, requires_grad=True)
     checkpoint = functools.partial(torch.utils.checkpoint.checkpoint, layer)
     checkpoint(checkpoint(x, use_reentrant=False), use_reentrant=False).sum().backward()
     layer.zero_grad()
     other = nn.Linear(16, 16)
-    release_gradients(lowbit_optim.AdamW8bit(other.parameters()), other)
+    another = lowbit_optim.AdamW8bit(other.parameters())
+    release_gradients(another, other)
     checkpoint = functools.partial(torch.utils.checkpoint.checkpoint, other)
     twice = checkpoint(checkpoint(x, use_reentrant=True), use_reentrant=True)
     with pytest.raises(RuntimeError, match=r"second gradient .* use_reentrant=False"):

@@ -8,10 +8,12 @@ to a device is not in it.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Annotated
+from unittest.mock import patch
 
 os.environ.setdefault("TRITON_INTERPRET", "1")  # so that Triton takes CPU tensors
 
@@ -22,7 +24,7 @@ from rich.console import Console
 import lowbit_optim
 from benchmarks.common import measure, report
 from lowbit_optim_kernels import dispatch
-from lowbit_optim_kernels.batch import Batch
+from lowbit_optim_kernels.batch import Batch, StepTensors
 from lowbit_optim_kernels.engines.triton import tables as engine_tables
 
 
@@ -33,17 +35,20 @@ def _batch(tensors: int) -> Batch:
         p.grad = torch.randn_like(p)
     optimizer = lowbit_optim.AdamW8bit(params, min_8bit_size=1)
     seen: list[Batch] = []
-    original = dispatch.step
-    dispatch.step = lambda batches, **rest: seen.extend(batches)
-    try:
-        with lowbit_optim.use_engine("triton"):
-            optimizer.step()
-    finally:
-        dispatch.step = original
+
+    def stop(batches: Sequence[Batch], **_rest: object) -> None:
+        seen.extend(batches)
+        raise _Stopped  # a step that ends lets go of tensors
+
+    stopping = patch.object(dispatch, "step", stop)
+    with lowbit_optim.use_engine("triton"), stopping, suppress(_Stopped):
+        optimizer.step()
     (batch,) = seen
-    for slot, p in zip(batch.slots, params, strict=True):
-        slot.g = p.grad
     return batch
+
+
+class _Stopped(Exception):
+    """What a step of which only the batch is wanted ends with."""
 
 
 def times(tensors: int, rounds: int) -> dict[str, dict[str, float]]:
@@ -56,8 +61,11 @@ def times(tensors: int, rounds: int) -> dict[str, dict[str, float]]:
         batch.note_addresses()
         engine_tables.tables_for(batch)
 
+    params = [slot.p for slot in batch.slots]
+
     def go_on(gradients: list[torch.Tensor]) -> None:
-        batch.take_gradients(gradients, [g.data_ptr() for g in gradients])
+        tensors = StepTensors(params, gradients, [], torch.Tensor.detach)
+        batch.take_gradients(tensors, [g.data_ptr() for g in gradients])
         engine_tables.tables_for(batch)
 
     def microseconds(call: Callable[[], object]) -> float:

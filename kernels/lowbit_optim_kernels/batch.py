@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache, cached_property
 from types import MappingProxyType
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -14,7 +14,7 @@ from torch import Tensor
 from .engines.registry import ENGINES
 from .formats import Format, parts_of
 from .rules import Moment, Rule
-from .weights import PLAIN, Weights
+from .weights import PLAIN, RESIDUAL_KEY, Weights, as_integers
 
 STEP_DTYPE = torch.int64  # fp32 would stop counting at 2**24
 
@@ -26,9 +26,27 @@ WEIGHT_BLOCK = 64  # elements whose weights are rounded by the random bits of on
 ProcessGroups = tuple[tuple[Any, str], ...]  # each with the type of its devices
 
 
+class StepTensors(NamedTuple):
+    """What a step's slots take their tensors from, by the places of parameters in its plan.
+
+    Attributes:
+        params: the parameters' values, or copies of them, as they are stepped.
+        gradients: as they are read.
+        states: all that is kept of each parameter, by its keys.
+        local: gives this rank's tensor of a value in them.
+    """
+
+    params: Sequence[Tensor]
+    gradients: Sequence[Tensor]
+    states: Sequence[Mapping[str, Any]]
+    local: Callable[[Any], Tensor]
+
+
 @dataclass
 class Slot:
     """The tensors of one parameter. All are contiguous, on one device, and local when sharded.
+
+    It has them during a step; see `Batch.bind`.
 
     Attributes:
         p: the parameter's values; written.
@@ -49,7 +67,7 @@ class Slot:
         blocks_before: the number of its first block in the global tensor.
         weights_before: the place of its first weight there: `WEIGHT_BLOCK` times the number of the
             block of random bits that it is rounded by, and the lane in that.
-        memory: where that of the parameter begins and ends, if p is a copy of it.
+        memory: where that of the parameter begins and ends, of which p may be a copy.
     """
 
     p: Tensor
@@ -69,17 +87,34 @@ class Slot:
     tensor_key: int = 0
     blocks_before: int = 0
     weights_before: int = 0
-    memory: tuple[int, int] | None = None
+    memory: tuple[int, int] = (0, 0)
+
+    def __post_init__(self) -> None:
+        self.memory = memory_of(self.p)
+
+    def take(self, tensors: StepTensors, rule: Rule) -> None:
+        """Take the tensors of a step."""
+        kept = tensors.states[self.index]
+
+        def own(keys: Iterable[str]) -> tuple[Tensor, ...]:
+            return tuple(tensors.local(kept[key]) for key in keys)
+
+        self.p, self.g = tensors.params[self.index], tensors.gradients[self.index]
+        self.state = own(part.key for part in parts_of(rule.moments, self.format))
+        self.lasting = own(x.key for x in rule.lasting)
+        (self.step,) = own(["step"])
+        if self.weights.residual is not None:
+            self.residual = as_integers(*own([RESIDUAL_KEY]))
+
+    def let_go(self) -> None:
+        """Refer to no tensor any more."""
+        del self.p, self.g, self.step
+        self.state, self.lasting, self.residual = (), (), None
 
     @property
     def shifted(self) -> bool:
         """Whether it begins within a block of the random bits that round its weights."""
         return self.weights.dithered and self.weights_before % WEIGHT_BLOCK > 0
-
-    def owned(self) -> tuple[Tensor, ...]:
-        """The tensors of the state."""
-        residual = () if self.residual is None else (self.residual,)
-        return (*self.state, self.step, *self.lasting, *residual)
 
     def addresses(self, rule: Rule) -> list[int]:
         """The slot's row of a compiled engine's address table, as wide as `address_columns` says.
@@ -150,6 +185,8 @@ class Batch:
         copy_addresses: then those of parameters that are stepped in a new copy, by their places.
         aligned: whether vectors of a slot's elements can be read and written at once.
         key: all that the engine's tables depend on beside addresses.
+        tensors: of a step that reuses the tables, for slots that have let go of theirs.
+        bound: whether the slots have their tensors.
         turn: how many batches before it in its step plan have parameters of the same memory.
         follows: whether any batch before it in the step has.
         sharing: the places of slots with whose parameters others in the step share memory.
@@ -171,9 +208,11 @@ class Batch:
     captured: list[Any] = field(default_factory=list)
     addresses: list[list[int]] = field(default_factory=list)
     gradient_addresses: list[int] = field(default_factory=list)
-    copy_addresses: dict[int, int] = field(default_factory=dict)
+    copy_addresses: Mapping[int, int] = field(default_factory=dict)
     aligned: list[bool] = field(default_factory=list)
     key: tuple = ()
+    tensors: StepTensors | None = None
+    bound: bool = True
     turn: int = 0
     follows: bool = False
     sharing: frozenset[int] = frozenset()
@@ -182,6 +221,7 @@ class Batch:
     @property
     def counts(self) -> list[Tensor]:
         """The numbers of steps of the slots that are stepped."""
+        self.bind()
         return [slot.step for i, slot in enumerate(self.slots) if i not in self.missing]
 
     def uncount(self) -> None:
@@ -235,19 +275,30 @@ class Batch:
         self.key = (self.rule, *switches, kinds)
 
     def take_gradients(
-        self, gradients: list[Tensor], addresses: list[int], missing: frozenset[int] = frozenset(),
-        copies: Mapping[int, Tensor] = MappingProxyType({}),
+        self, tensors: StepTensors, addresses: list[int], missing: frozenset[int] = frozenset(),
+        copy_addresses: Mapping[int, int] = MappingProxyType({}),
     ) -> None:  # fmt: skip
         """Go on with new gradients of the same kind; those of missing ones are not read.
 
         And with new copies of parameters, by their places.
         """
         self.reused, self.gradient_addresses, self.missing = True, addresses, missing
-        self.copy_addresses = {place: p.data_ptr() for place, p in copies.items()}
-        for slot, g in zip(self.slots, gradients, strict=True):
-            slot.g = g
-        for place, p in copies.items():
-            self.slots[place].p = p
+        self.copy_addresses, self.tensors = copy_addresses, tensors
+
+    def bind(self) -> None:
+        """Give the slots their tensors where they have let go of those of an earlier step."""
+        if self.bound or self.tensors is None:
+            return
+        for slot in self.slots:
+            slot.take(self.tensors, self.rule)
+        self.bound = True
+
+    def let_go(self) -> None:
+        """Refer to no tensor of a step any more: whoever moves or deletes one frees memory."""
+        if self.bound:
+            for slot in self.slots:
+                slot.let_go()
+        self.tensors, self.bound = None, False
 
 
 def memory_of(x: Tensor) -> tuple[int, int]:
@@ -263,7 +314,7 @@ def memory_of(x: Tensor) -> tuple[int, int]:
 
 def _sharing(slots: Iterable[tuple[int, Slot]]) -> Iterator[tuple[int, int]]:
     """The numbers, the lower first, of every two slots that share a parameter's memory."""
-    each = ((*(slot.memory or memory_of(slot.p)), i) for i, slot in slots)
+    each = ((*slot.memory, i) for i, slot in slots)
     spans = sorted(span for span in each if span[0] < span[1])
     for k, (_, end, i) in enumerate(spans):
         for m in range(k + 1, len(spans)):

@@ -179,6 +179,9 @@ def step(
         ready: called when the engines have all that they need, before anything is written.
     """
     note_order(batches)
+    for batch in batches:
+        if batch.tables is None or not ENGINES[batch.engine].by_address:
+            batch.bind()
     runs: list[Run] = [load_engine(batch.engine).start(batch) for batch in batches]
     if ready is not None:
         ready()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import chain
 from operator import attrgetter, eq, is_
 from typing import Any
 
@@ -41,6 +42,8 @@ def same_objects(a: Iterable[Any], b: Sequence[Any]) -> bool:
     return len(a) == len(b) and all(map(is_, a, b))
 
 
+_DTYPE = attrgetter("dtype")
+
 # What decides how tensors are read, but their addresses. Layouts come first, as a sparse one has
 # neither strides nor an address.
 COLUMNS: tuple[Callable[[Tensor], Any], ...] = (
@@ -76,26 +79,60 @@ def alignments_of(addresses: Iterable[int]) -> list[int]:
     return [address % ACCESS_BYTES for address in addresses]
 
 
-class States:
-    """The states of some parameters, as a mapping of all had them.
+# Given values, a function that finds this rank's tensors of other values of the same types.
+TensorsOf = Callable[[list[Any]], Callable[[list[Any]], list[Tensor]]]
 
-    Tensors take long to hash. So where most of the mapping are theirs, all of it is compared first.
+
+def all_values(each: Iterable[dict[str, Any]]) -> list[Any]:
+    """What all states hold, one after the other."""
+    return list(chain.from_iterable(map(dict.values, each)))
+
+
+class States:
+    """What the states of some parameters have to be for a plan to hold.
+
+    It refers to nothing that they hold: who moves or deletes state between steps frees memory. That
+    a tensor is another one does not matter if it is of the same dtype, at the same address.
     """
 
-    def __init__(self, params: list[Tensor], state: Mapping[Tensor, dict[str, Any]]) -> None:
-        self._params, self.each = params, [state[p] for p in params]
+    def __init__(
+        self, params: list[Tensor], state: Mapping[Tensor, dict[str, Any]], tensors_of: TensorsOf
+    ) -> None:
+        self._params = params
+        values = all_values(state[p] for p in params)
+        self._count, self._tensors = len(values), tensors_of(values)
+        tensors = self._tensors(values)
+        self._addresses, self._dtypes = addresses_of(tensors), list(map(_DTYPE, tensors))
         self._note(state)
 
     def _note(self, state: Mapping[Tensor, dict[str, Any]]) -> None:
-        most = len(state) < 4 * len(self._params)
-        self._keys, self._values = (list(state), list(state.values())) if most else ([], [])
+        """Note where the parameters are in the mapping: tensors take long to hash.
 
-    def matches(self, state: Mapping[Tensor, dict[str, Any]]) -> bool:
-        """Whether a mapping has the same ones."""
-        known = bool(self._keys) and same_objects(state, self._keys)
-        if known and same_objects(state.values(), self._values):
-            return True
-        if not same_objects(map(state.get, self._params), self.each):
-            return False
-        self._note(state)
-        return True
+        Unless most of it is of others, as all of it is looked through.
+        """
+        most = len(state) < 4 * len(self._params)
+        self._keys = list(map(id, state)) if most else []
+        places = {key: place for place, key in enumerate(self._keys)}
+        self._places = [places[id(p)] for p in self._params] if most else []
+
+    def find(self, state: Mapping[Tensor, dict[str, Any]]) -> list[dict[str, Any]] | None:
+        """Each parameter's state, if their tensors are where they were, and of the same dtypes."""
+        known = bool(self._keys) and list(map(id, state)) == self._keys
+        if known:
+            every = list(state.values())
+            each = [every[place] for place in self._places]
+        else:
+            each = [state.get(p, {}) for p in self._params]
+        values = all_values(each)
+        if len(values) != self._count:
+            return None
+        try:
+            tensors = self._tensors(values)
+            same = addresses_of(tensors) == self._addresses
+        except (AttributeError, RuntimeError, TypeError):  # of other types than they were
+            return None
+        if not (same and list(map(_DTYPE, tensors)) == self._dtypes):
+            return None
+        if not known:
+            self._note(state)
+        return each

@@ -9,13 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import chain, compress
+from itertools import compress
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
-from .batch import ACCESS_BYTES, NO_GRADIENT, Batch, Slot
+from .batch import ACCESS_BYTES, NO_GRADIENT, Batch, Slot, StepTensors
 from .engines.registry import ENGINES
 from .reading import ReadSignature, States, addresses_of, alignments_of, same_objects
 
@@ -34,9 +34,17 @@ def stand_in(p: Tensor) -> Tensor:
     return p.detach()
 
 
-# Given what this rank held of parameters, and their gradients: what it holds of both, or None if
-# that takes a closer look.
-Locals = Callable[[list[Any], list[Any]], tuple[list[Any], list[Any]] | None]
+class Locals(Protocol):
+    """What this rank holds of parameters, of their gradients and of their states."""
+
+    def __call__(self, gradients: list[Any]) -> tuple[list[Any], list[Any]] | None:
+        """Its tensors of parameters and gradients; None if that takes a closer look."""
+
+    def tensors_of(self, values: list[Any]) -> Callable[[list[Any]], list[Tensor]]:
+        """A function that finds its tensors among values of the same types."""
+
+    def one(self, value: Any) -> Tensor:
+        """Its tensor of a value."""
 
 
 def _is_its_copy(x: Tensor, work: Tensor) -> bool:
@@ -70,8 +78,7 @@ class _Snapshot:
 
     Attributes:
         states: of the parameters.
-        values: everything that the states hold, one after the other.
-        tensors, addresses: those of the parameters and states that a step reads and writes.
+        addresses: of the parameters.
         held, gradients: how the parameters and their gradients are read.
         alignments: of the gradients' addresses, which may be others in each step.
         empty: how many gradients have no address, for want of elements.
@@ -82,8 +89,6 @@ class _Snapshot:
     """
 
     states: States
-    values: list[Any]
-    tensors: list[Tensor]
     addresses: list[int]
     held: ReadSignature
     gradients: ReadSignature
@@ -93,14 +98,12 @@ class _Snapshot:
     copied_params: dict[int, tuple[int, ...]]
     copied_gradients: list[int]
 
-    def matches(self, held: list[Tensor], state: Mapping[Tensor, dict]) -> bool:
-        """Whether parameters and their states are where and as they were."""
-        return (
-            self.held.matches(held)  # `p.data.t()` has p's address
-            and self.states.matches(state)
-            and same_objects(chain.from_iterable(map(dict.values, self.states.each)), self.values)
-            and addresses_of(self.tensors) == self.addresses
-        )
+    def finds(self, held: list[Tensor]) -> bool:
+        """Whether parameters are where and as they were."""
+        # `p.data.t()` has p's address.
+        if not (self.held.matches(held) and addresses_of(held) == self.addresses):
+            return False
+        return all(held[i].stride() == stride for i, stride in self.copied_params.items())
 
 
 @dataclass
@@ -115,7 +118,8 @@ class StepPlan:
             part of a group lists, and which tensors of an AMP scaler there are.
         listed: the parameters that those list.
         params: those of them that have or had a gradient, each once.
-        held, gradients: of each the plain tensor that this rank holds, and that of its gradient.
+        held, gradients: of each the plain tensor that this rank holds, and that of its gradient,
+            during a step.
         locals_of: finds both in a later step.
         missing: the places of those that have no gradient; a `stand_in` is in its place.
         batches: the parameters by device and engine, as the engines are given them. Each keeps the
@@ -212,18 +216,16 @@ class StepPlan:
         return [slot for batch in self.batches for slot in batch.slots]
 
     def _release(self) -> None:
-        """Let go of gradients and copies: the next backward pass needs their memory."""
+        """Let go of gradients, copies and state: others need their memory, or may move them."""
         self.gradients, self.new_states = [], {}
+        self.held = self.params if same_objects(self.held, self.params) else []
         stay: Sequence[int] = ()
         if self.gathered is not None:
             self.gathered.gradients = []
             stay = self.gathered.index if self._snapshot is not None else ()
-        gone = self.staged.keys() - stay
         self.staged = {i: self.staged[i] for i in stay}
-        for slot in self._slots:
-            if gone and slot.index in gone:
-                slot.p = slot.p.new_empty(0)
-            slot.g = slot.p
+        for batch in self.batches:
+            batch.let_go()
 
     def _contiguous_copies(self) -> tuple[list[int], list[int]] | None:
         """Parameters and gradients that are copied in every step, as they are not contiguous.
@@ -256,14 +258,10 @@ class StepPlan:
         copied = self._contiguous_copies()
         if copied is None or sum(self._in_plan) > len(self.params):
             return None
-        states = States(self.params, state)
-        tensors = [*self.held, *chain.from_iterable(slot.owned() for slot in self._slots)]
         self._addresses = addresses_of(self.gradients)
         return _Snapshot(
-            states=states,
-            values=[value for one in states.each for value in one.values()],
-            tensors=tensors,
-            addresses=addresses_of(tensors),
+            states=States(self.params, state, self.locals_of.tensors_of),
+            addresses=addresses_of(self.held),
             held=ReadSignature(self.held),
             gradients=ReadSignature(self.gradients),
             alignments=alignments_of(self._addresses),
@@ -282,7 +280,7 @@ class StepPlan:
         """Whether some of its parameters can be left out of a step."""
         return (
             not self.staged
-            and same_objects(self.held, self.params)
+            and self.held is self.params
             and all(ENGINES[batch.engine].takes_mixed_batches for batch in self.batches)
         )
 
@@ -299,30 +297,36 @@ class StepPlan:
         if before is None or chosen is None:
             return False
         given, missing = chosen
-        local = self.locals_of(self.held, given)
+        local = self.locals_of(given)
         if local is None:
             return False
         held, gradients = local
-        addresses = self._addresses_if_unchanged(before, held, gradients, missing, state)
-        if addresses is None:
+        addresses = self._addresses_if_unchanged(before, held, gradients, missing)
+        states = None if addresses is None else before.states.find(state)
+        if addresses is None or states is None:
             return False
         copies = self._renew_contiguous_copies(before, held, gradients, missing)
         if copies is None:
             return False
         copied, stepped = copies
+        params = held
         if self.gathered is not None and self.gathered.tensors:
-            _, stepped = self.gathered.renew(held, stepped)
-        self.gradients, self.missing, self.reused = gradients, missing, True
+            params, stepped = self.gathered.renew(held, stepped)
+        if copied:
+            params = [copied.get(i, p) for i, p in enumerate(params)]
+        self.held, self.gradients, self.missing, self.reused = held, gradients, missing, True
         self._addresses = addresses
         self.staged.update(copied)
+        tensors = StepTensors(params, stepped, states, self.locals_of.one)
         addresses = list(addresses) if stepped is gradients else addresses_of(stepped)
         for i in missing:
             addresses[i] = NO_GRADIENT
         for batch, order in zip(self.batches, before.orders, strict=True):
+            its = self._positions_in(batch, copied) if copied else ()
             batch.take_gradients(
-                [stepped[i] for i in order], [addresses[i] for i in order],
+                tensors, [addresses[i] for i in order],
                 self._positions_in(batch, missing) if missing else frozenset(),
-                {k: copied[order[k]] for k in self._positions_in(batch, copied)} if copied else {},
+                {k: copied[order[k]].data_ptr() for k in its},
             )  # fmt: skip
         return True
 
@@ -346,15 +350,10 @@ class StepPlan:
 
     def _addresses_if_unchanged(
         self, before: _Snapshot, held: list[Tensor], gradients: list[Tensor],
-        missing: frozenset[int], state: Mapping[Tensor, dict[str, Any]],
+        missing: frozenset[int],
     ) -> list[int] | None:  # fmt: skip
         """Addresses of the gradients, old ones for missing ones; None if anything else is new."""
-        if not (
-            before.gradients.matches(gradients)
-            and (held is self.params or held is self.held or same_objects(held, self.held))
-            and before.matches(held, state)
-            and all(held[i].stride() == stride for i, stride in before.copied_params.items())
-        ):
+        if not (before.gradients.matches(gradients) and before.finds(held)):
             return None
         try:
             addresses = addresses_of(gradients)

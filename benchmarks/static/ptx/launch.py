@@ -92,8 +92,11 @@ class Emulation:
         tensors = [(x, name, True) for name, x in arguments.items() if isinstance(x, torch.Tensor)]
         for i, slot in enumerate(self.batch.slots if self.batch else ()):
             tensors += [(slot.p.detach(), f"parameter {i}", True), (slot.g, f"gradient {i}", False)]
+            kept = *slot.state, slot.step, *slot.lasting, slot.residual
             tensors += [
-                (x, f"state {k} of parameter {i}", True) for k, x in enumerate(slot.owned())
+                (x, f"state {k} of parameter {i}", True)
+                for k, x in enumerate(kept)
+                if x is not None
             ]
         for x, name, writable in tensors:
             if not x.is_contiguous():
@@ -130,6 +133,7 @@ def emulated(arch: int, counting: bool = False) -> Iterator[Emulation]:
         return kernel
 
     def starting(batch: Batch) -> Any:
+        batch.bind()
         emulation.batch = batch
         return start(batch)
 

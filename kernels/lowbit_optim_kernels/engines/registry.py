@@ -54,6 +54,8 @@ class Engine:
         requires: the module that it is built on, or None.
         devices: types of devices whose tensors it is the automatic choice for.
         dtypes: dtypes of parameters that it takes; None for all.
+        by_address: whether it steps by the addresses in its tables: then slots have their tensors
+            only in a step for which there are no tables yet; see `Batch.bind`.
         takes_mixed_batches: whether a batch may have slots of several parts of parameter groups,
             and slots without a gradient; else all have the hyperparameters `batch.hyper[0]`, and a
             gradient.
@@ -69,6 +71,7 @@ class Engine:
     dtypes: frozenset[torch.dtype] | None
     declines: Callable[[torch.device, torch.dtype], Refusal | None]
     instructions: Callable[[], str] | None = None
+    by_address: bool = False
     takes_mixed_batches: bool = False
 
     def refusal(
@@ -199,6 +202,7 @@ TRITON = Engine(
     devices=frozenset({"cuda", "xpu"}),  # torch calls ROCm devices cuda
     dtypes=HALF_TO_SINGLE,
     declines=_triton_declines,
+    by_address=True,
     takes_mixed_batches=True,
 )
 NUMBA = Engine(
@@ -209,6 +213,7 @@ NUMBA = Engine(
     dtypes=HALF_TO_SINGLE,
     declines=_numba_declines,
     instructions=_numba_instructions,
+    by_address=True,
     takes_mixed_batches=True,
 )
 TORCH = Engine(
