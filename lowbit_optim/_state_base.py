@@ -13,8 +13,14 @@ from torch.optim import Optimizer
 from lowbit_optim_kernels.devices import refuse_capture
 from lowbit_optim_kernels.formats import Format
 from lowbit_optim_kernels.formats.float32 import FLOAT32
-from lowbit_optim_kernels.rules import HISTORY, SIGN, SQUARE, Lasting, Moment, Rule
-from lowbit_optim_kernels.rules.shared import NORMS, with_clipping, with_dither
+from lowbit_optim_kernels.rules import HISTORY, RATIO, SIGN, SQUARE, Lasting, Moment, Rule
+from lowbit_optim_kernels.rules.shared import (
+    NORMS,
+    outlasting,
+    with_clipping,
+    with_dither,
+    with_outlasting,
+)
 from lowbit_optim_kernels.weights import RESIDUAL_KEY, Weights
 
 from . import (
@@ -92,8 +98,9 @@ class StateBase(Optimizer):
         return with_clipping(rule) if group["percentile_clipping"] < 100 else rule
 
     def _step_rule(self, group: Mapping[str, Any]) -> Rule:
-        """The rule that a step runs: with clipping, and with moments that are dithered."""
-        return with_dither(self._clipping_rule(group), self._dithered(group))
+        """The rule that a step runs: with clipping, and with what formats are told of moments."""
+        rule = with_outlasting(self._clipping_rule(group), self._outlasting(group))
+        return with_dither(rule, self._dithered(group))
 
     def _dithered(self, group: Mapping[str, Any]) -> frozenset[str]:
         """The keys of the moments whose codes are rounded by dither."""
@@ -106,6 +113,18 @@ class StateBase(Optimizer):
             for moment in self._moments(group)
             if not (moment.exact or moment.maximum)
             and (moment.role == SQUARE or format.dithers_all or _is_slow(moment, hyper))
+        )
+
+    def _outlasting(self, group: Mapping[str, Any]) -> frozenset[str]:
+        """The keys of the moments that outlast their partners, where the format codes ratios."""
+        if not _state_layout.format_of(group).relative:
+            return frozenset()
+        hyper, moments = self._hyper(group), self._moments(group)
+        squares = {moment.key: moment for moment in moments if moment.role == SQUARE}
+        return frozenset(
+            moment.key
+            for moment in moments
+            if moment.role == RATIO and _outlasts(moment, squares[str(moment.partner)], hyper)
         )
 
     def _moments(self, group: Mapping[str, Any]) -> tuple[Moment, ...]:
@@ -200,9 +219,8 @@ class StateBase(Optimizer):
         saved = self._with_equivalent_moments(saved, p, group)
         format, lasting = self._format(p, group), self._lasting(group)
         weights = self._weights(p, group)
-        return _saved_state.state_in_format(
-            saved, p, self._moments(group), format, lasting, weights
-        )
+        moments = outlasting(self._moments(group), self._outlasting(group))
+        return _saved_state.state_in_format(saved, p, moments, format, lasting, weights)
 
     def _with_equivalent_moments(
         self, saved: dict[str, Any], p: Tensor, group: Mapping[str, Any]
@@ -352,3 +370,12 @@ def _is_slow(moment: Moment, hyper: Mapping[str, float | Tensor]) -> bool:
     coefficient = hyper[moment.decay]
     limit = SLOW_SIGN if moment.role == SIGN else SLOW
     return isinstance(coefficient, Tensor) or coefficient > limit
+
+
+def _outlasts(moment: Moment, square: Moment, hyper: Mapping[str, float | Tensor]) -> bool:
+    """Whether a moment decays no faster than the root of the square that divides it.
+
+    One that is no average does not decay. With a tensor, as in `_is_slow`, it may be so.
+    """
+    own, other = (1.0 if x.decay is None else hyper[x.decay] for x in (moment, square))
+    return isinstance(own, Tensor) or isinstance(other, Tensor) or own * own >= other

@@ -103,6 +103,8 @@ class Moment:
         maximum: whether it is the largest value so far, which dither would make creep upward.
         stream: which random bits dither its codes; 0 where they are rounded to nearest. A rule as
             it is written has none: `shared.with_dither` gives them.
+        outlasts: whether it decays no faster than the root of its partner, so that what a small
+            root is off by would grow in a ratio to it. As `stream`, from `shared.with_outlasting`.
     """
 
     key: str
@@ -112,6 +114,7 @@ class Moment:
     exact: bool = False
     maximum: bool = False
     stream: int = 0
+    outlasts: bool = False
 
     @property
     def signed(self) -> bool:

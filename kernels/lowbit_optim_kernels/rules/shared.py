@@ -112,6 +112,17 @@ def with_dither(rule: Rule, keys: frozenset[str]) -> Rule:
     return replace(rule, moments=dithered(rule.moments, keys)) if keys else rule
 
 
+def outlasting(moments: tuple[Moment, ...], keys: frozenset[str]) -> tuple[Moment, ...]:
+    """Moments of a rule, those with these keys such as outlast their partners."""
+    return tuple(replace(m, outlasts=True) if m.key in keys else m for m in moments)
+
+
+@cache
+def with_outlasting(rule: Rule, keys: frozenset[str]) -> Rule:
+    """A rule some of whose moments outlast their partners."""
+    return replace(rule, moments=outlasting(rule.moments, keys)) if keys else rule
+
+
 @cache
 def with_clipping(rule: Rule) -> Rule:
     """A rule whose gradients percentile clipping scales first."""

@@ -271,7 +271,7 @@ class _Passes:
         spare = self.block * max([4, *(x.width for x in self.parts)])  # a scratch operand's bytes
         moments = tuple(
             Item(key=m.key, signed=m.signed, row=k, role=m.role, partner=Item(key=str(m.partner)),
-                 stream=m.stream if updates else 0)
+                 stream=m.stream if updates else 0, outlasts=m.outlasts)
             for k, m in enumerate(coded)
         )  # fmt: skip
         dithered = tuple(m for m in moments if m.stream)

@@ -322,12 +322,12 @@ class _Writer:
         functions = tuple(f"{module}.{name}" for name in names)
         return functions, moments, unit.format.exact, unit.index, elements, per_block, offset
 
-    def _moment(self, moment: Moment, unit: Unit) -> tuple[bool, int, int, int]:
+    def _moment(self, moment: Moment, unit: Unit) -> tuple[bool, int, int, bool, int]:
         """The description of a moment for a format's functions; `primitives` names its fields."""
         dithered = bool(moment.stream) and not unit.format.exact
         partner = unit.keys.index(moment.partner) if moment.partner in unit.keys else -1
         stream = self.streams.index(moment.stream) if dithered else 0
-        return moment.signed, ROLES.index(moment.role), partner, stream
+        return moment.signed, ROLES.index(moment.role), partner, moment.outlasts, stream
 
     def _formats(self) -> str:
         at, offsets = 0, {}

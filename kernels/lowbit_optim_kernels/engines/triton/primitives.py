@@ -16,8 +16,9 @@ from ...rules import SIGNED as SIGNED_ROLE
 
 HISTORY = tl.constexpr(HISTORY)
 # What a format's functions are told of each moment: whether it has a sign, its role, where among
-# the moments the square is that a ratio is divided by, and whether it is dithered (0 if not).
-SIGNED, ROLE, PARTNER, STREAM = (tl.constexpr(i) for i in range(4))
+# the moments the square is that a ratio is divided by, whether it outlasts that, and whether it is
+# dithered (0 if not).
+SIGNED, ROLE, PARTNER, OUTLASTS, STREAM = (tl.constexpr(i) for i in range(5))
 ROLES = (SIGNED_ROLE, SIGN, SQUARE, RATIO)  # a role is its number here
 PER_THREAD = tl.constexpr(16)  # elements of a thread in a whole tile, of which one test can be made
 

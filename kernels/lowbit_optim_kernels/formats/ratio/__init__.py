@@ -14,6 +14,14 @@ of the *exact* s, so that an error of v cancels in the update, and a number that
 gradients relative to a square (`signed`) has the softsign. A moment whose sign alone counts stays
 in `dynamic8`.
 
+A small s comes back as S, which code 1 means. So where the gradient has stopped and the block's
+others go on, m is decoded of a ratio to less, and a step makes it beta / sqrt(beta2) times as
+large: smaller, unless it outlasts v (beta^2 >= beta2). Then it would run away, and the ratio is
+
+    m / max(s, S)
+
+which is the same above S, and decodes to m below it.
+
 A is rounded to nearest, but of a slow average in `ratio8` it is dithered as its codes are, and they
 are relative to the exact A. Else an average that grows by less than half of bf16's last bit in a
 step would stay where it is, and the last code would cut one that shrinks again and again.
@@ -51,9 +59,14 @@ def _inverse(scale: Tensor) -> Tensor:
     return torch.where(scale > 0, 1.0 / scale, 0.0)
 
 
+def square_scale(root: Tensor, levels: int) -> Tensor:
+    """Fp32 scales of roots of squares, which are the roots that code 1 decodes to."""
+    return (_largest(root) / float(levels * levels)).float()
+
+
 def encode_square(root: Tensor, levels: int, random: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Codes 0..levels, as numbers, of roots of squares, and their fp32 scales."""
-    scale = (_largest(root) / float(levels * levels)).float()
+    """Codes 0..levels, as numbers, of roots of squares, and their scales."""
+    scale = square_scale(root, levels)
     y = (root * _inverse(scale.to(root.dtype))).sqrt()
     code = (y + (0.5 if random is None else random)).floor().clamp(1, levels)
     return torch.where(root > 0, code, 0.0), scale
@@ -97,9 +110,12 @@ def _kept(scale: Tensor, random: Tensor | None) -> Tensor:
     return scale if random is None else dithered_scale(scale, random[..., :1])
 
 
-def ratio_of(x: Tensor, root: Tensor) -> Tensor:
-    """The ratio m / sqrt(v), 0 where v is."""
-    return torch.where(root > 0, x / root, 0.0)
+def ratio_of(moment: Moment, x: Tensor, root: Tensor, levels: int) -> Tensor:
+    """The ratio m / sqrt(v), 0 where v is; `levels` are those of the square."""
+    divisor = root
+    if moment.outlasts:
+        divisor = torch.maximum(root, square_scale(root, levels).to(root.dtype))
+    return torch.where(root > 0, x / divisor, 0.0)
 
 
 def _roots(moments: Sequence[Moment], values: Sequence[Tensor]) -> dict[str, Tensor]:
@@ -145,7 +161,7 @@ class Ratio8(Format):
                 code, scale = encode_square(roots[moment.key], SQUARE_LEVELS[8], u)
             else:
                 if moment.role == RATIO:
-                    ratio = ratio_of(x, roots[str(moment.partner)])
+                    ratio = ratio_of(moment, x, roots[str(moment.partner)], SQUARE_LEVELS[8])
                     code, scale = encode_ratio(ratio, RATIO_LEVELS[8], u, dithered=u is not None)
                 else:
                     code, scale = encode_soft(x, u)
@@ -204,7 +220,9 @@ class Ratio4(Format):
     ) -> list[Tensor]:
         m, v, u, w = _ratio_first(moments, [*values, *(random or (None, None))])
         root = v.clamp(min=0.0).sqrt()
-        low, ratio_scale = encode_ratio(ratio_of(m, root), RATIO_LEVELS[4], u)
+        averaged = next(moment for moment in moments if moment.role == RATIO)
+        ratio = ratio_of(averaged, m, root, SQUARE_LEVELS[4])
+        low, ratio_scale = encode_ratio(ratio, RATIO_LEVELS[4], u)
         high, square_scale = encode_square(root, SQUARE_LEVELS[4], w)
         both = (low.to(torch.int32) + 8) | (high.to(torch.int32) << 4)
         return [both.to(torch.uint8), ratio_scale, square_scale]

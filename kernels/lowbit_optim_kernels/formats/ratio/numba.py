@@ -25,6 +25,7 @@ from ...engines.numba.vector import (
     call,
     constant,
     fill,
+    finite,
     floor,
     i8,
     i16,
@@ -226,6 +227,13 @@ def of_soft(code, scale):
 @inner
 def ratio_to(x, root):
     return where(root > _NONE, x / root, splat(_NONE))
+
+
+@inner
+def ratio_to_least(x, root, least):
+    """As `ratio_to` of roots that are `least` at least, and 0 where that is not finite."""
+    ratio = x / maximum(root, splat(least))
+    return where((root > _NONE) & finite(ratio), ratio, splat(_NONE))
 
 
 # Codes of numbers: `random` is what is added before the fraction is cut off.

@@ -43,6 +43,7 @@ from .numba import (
     ratio_code,
     ratio_scale,
     ratio_to,
+    ratio_to_least,
     read_bf16,
     root_of,
     soft_code,
@@ -94,7 +95,7 @@ def store_moments():
             coded[m, quarter] = sqrt(m.value)
             top[m] = reach_unsigned(top[m], coded[m, quarter])
     for m in MOMENTS:
-        if m.role == "ratio":
+        if m.role == "ratio" and not m.outlasts:
             coded[m, quarter] = ratio_to(m.value, coded[m.partner, quarter])
             top[m] = reach(top[m], coded[m, quarter])
         elif m.role != "square":
@@ -113,6 +114,20 @@ def mend():
             top[m] = reach(top[m], coded[m, quarter])
     for m in MOMENTS:
         largest[m] = highest(top[m])
+
+
+def divide():
+    """Make ratios of moments that outlast their squares, whose scales these need."""
+    for m in MOMENTS:
+        if m.outlasts:
+            least = square_scale(largest[m.partner], SQUARE_8 if BITS == 8 else SQUARE_4)
+            top[m] = splat(f32(0.0))
+            for quarter in (0, 1, 2, 3):
+                coded[m, quarter] = ratio_to_least(
+                    coded[m, quarter], coded[m.partner, quarter], least
+                )
+                top[m] = reach(top[m], coded[m, quarter])
+            largest[m] = highest(top[m])
 
 
 def new_scales():
@@ -209,6 +224,7 @@ def update_blocks():
         largest[MOMENTS] = tuple(highest(top[m]) for m in MOMENTS)
         if not all(largest[m] < INFINITY for m in MOMENTS):
             mend()
+        divide()
         new_scales()
         for x in ELEMENT_PARTS:
             past_at[x] = at[x] + start

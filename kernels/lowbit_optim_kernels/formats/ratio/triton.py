@@ -11,6 +11,7 @@ import triton
 import triton.language as tl
 
 from ...engines.triton.primitives import (
+    OUTLASTS,
     PARTNER,
     ROLE,
     ROLES,
@@ -79,16 +80,6 @@ def root_and_inverse(v, PTX: tl.constexpr):
 
 
 @triton.jit
-def ratio_of(m, v, PTX: tl.constexpr):
-    """m / sqrt(v), 0 where v is."""
-    root, inverse = root_and_inverse(v, PTX)
-    if PTX:
-        return (m * inverse) * positive(v, True)
-    else:
-        return tl.where(v > 0.0, m / tl.where(v > 0.0, root, 1.0), 0.0)
-
-
-@triton.jit
 def divided(x, BY: tl.constexpr, PTX: tl.constexpr):
     """x / BY, rounded to nearest."""
     if PTX:
@@ -118,6 +109,30 @@ def largest(x):
 def square_scale(v, LEVELS: tl.constexpr, PTX: tl.constexpr):
     root, _inverse = root_and_inverse(v, PTX)
     return divided(largest(root), LEVELS * LEVELS, PTX)
+
+
+@triton.jit
+def ratio_of(m, v, scale, OUTLASTING: tl.constexpr, PTX: tl.constexpr):
+    """m / sqrt(v), 0 where v is; if OUTLASTING, sqrt(v) is at least `scale`, the square's."""
+    root, inverse = root_and_inverse(v, PTX)
+    if OUTLASTING:
+        if PTX:  # infinite where all are zero
+            inverse = tl.minimum(inverse, ptx_reciprocal(scale)[:, None])
+        else:
+            root = tl.maximum(root, scale[:, None])
+    if PTX:
+        return (m * inverse) * positive(v, True)
+    else:
+        return tl.where(v > 0.0, m / tl.where(v > 0.0, root, 1.0), 0.0)
+
+
+@triton.jit
+def ratio_of_block(m, v, LEVELS: tl.constexpr, OUTLASTING: tl.constexpr, PTX: tl.constexpr):
+    """As `ratio_of`, before there are scales; LEVELS are the square's."""
+    if OUTLASTING:
+        return ratio_of(m, v, square_scale(v, LEVELS, PTX), True, PTX)
+    else:
+        return ratio_of(m, v, v, False, PTX)
 
 
 @triton.jit
@@ -228,7 +243,8 @@ def scales(moments, MOMENTS: tl.constexpr, ALIGN: tl.constexpr, PTX: tl.constexp
         if MOMENTS[k][ROLE] == IS_SQUARE:
             scale = square_scale(moments[k], SQUARE_LEVELS, PTX)
         elif MOMENTS[k][ROLE] == IS_RATIO:
-            ratio = ratio_of(moments[k], moments[MOMENTS[k][PARTNER]], PTX)
+            square = moments[MOMENTS[k][PARTNER]]
+            ratio = ratio_of_block(moments[k], square, SQUARE_LEVELS, MOMENTS[k][OUTLASTS], PTX)
             scale = ratio_scale(ratio, RATIO_LEVELS, MOMENTS[k][STREAM] > 0, PTX)
         else:
             scale = soft_scale(moments[k], MOMENTS[k][STREAM] > 0)
@@ -246,7 +262,8 @@ def encode(moments, scales, random, tables, K: tl.constexpr, MOMENTS: tl.constex
             place = tl.floor(place + 0.5)
         return byte(place, random[K], 0, DITHERED, PTX)
     elif MOMENTS[K][ROLE] == IS_RATIO:
-        ratio = ratio_of(moments[K], moments[MOMENTS[K][PARTNER]], PTX)
+        square, scale = moments[MOMENTS[K][PARTNER]], scales[MOMENTS[K][PARTNER]]
+        ratio = ratio_of(moments[K], square, scale, MOMENTS[K][OUTLASTS], PTX)
         return low_byte(ratio_code(ratio, scales[K], random[K], RATIO_LEVELS, ZERO, DITHERED, PTX))
     else:
         return low_byte(soft_code(moments[K], scales[K], random[K], DITHERED, PTX))

@@ -6,7 +6,7 @@ import torch
 import triton
 import triton.language as tl
 
-from ...engines.triton.primitives import ROLE, STREAM
+from ...engines.triton.primitives import OUTLASTS, ROLE, STREAM
 from ...engines.triton.random import rounded
 from .. import ratio as of_ratio
 from .triton import (
@@ -14,6 +14,7 @@ from .triton import (
     IS_RATIO,
     ratio_code,
     ratio_of,
+    ratio_of_block,
     ratio_scale,
     root_of,
     scaled,
@@ -63,7 +64,9 @@ def decode(codes, scales, tables, MOMENTS: tl.constexpr, PTX: tl.constexpr):
 @triton.jit
 def scales(moments, MOMENTS: tl.constexpr, ALIGN: tl.constexpr, PTX: tl.constexpr):
     M: tl.constexpr = 0 if MOMENTS[0][ROLE] == IS_RATIO else 1
-    ratio = ratio_of(moments[M], moments[1 - M], PTX)
+    ratio = ratio_of_block(
+        moments[M], moments[1 - M], SQUARE_LEVELS, MOMENTS[M][OUTLASTS], PTX
+    )
     scale = ratio_scale(ratio, RATIO_LEVELS, False, PTX)
     return scale, square_scale(moments[1 - M], SQUARE_LEVELS, PTX)
 
@@ -73,7 +76,7 @@ def encode(moments, scales, random, tables, K: tl.constexpr, MOMENTS: tl.constex
            PTX: tl.constexpr):  # fmt: skip
     M: tl.constexpr = 0 if MOMENTS[0][ROLE] == IS_RATIO else 1
     V: tl.constexpr = 1 - M
-    ratio = ratio_of(moments[M], moments[V], PTX)
+    ratio = ratio_of(moments[M], moments[V], scales[1], MOMENTS[M][OUTLASTS], PTX)
     low = ratio_code(ratio, scales[0], random[M], RATIO_LEVELS, ZERO, MOMENTS[M][STREAM] > 0, PTX)
     place = square_place(moments[V], scales[1], PTX)
     high = rounded(place, random[V], 0.0, MOMENTS[V][STREAM] > 0, PTX)
