@@ -60,9 +60,12 @@ def cut(x, random):
     return np.array(bits, u32).view(f32)
 
 
-def ratio(m, v, levels, random=None, rounded=True):
-    """Codes and the scale of one block of ratios; this to bf16 if `rounded`."""
-    s = np.sqrt(v.astype(f32))
+def ratio(m, v, levels, random=None, rounded=True, least=0):
+    """Codes and the scale of one block of ratios; this to bf16 if `rounded`.
+
+    They are to roots of `least` at least.
+    """
+    s = np.where(v > 0, np.maximum(np.sqrt(v.astype(f32)), f32(least)), f32(0))
     r = np.where(s > 0, m / np.where(s > 0, s, f32(1)), f32(0)).astype(f32)
     scale = f32(np.abs(r).max() / f32(levels))
     scale = bf16(scale) if rounded else scale

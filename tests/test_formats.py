@@ -1,6 +1,7 @@
 """The formats `ratio8` and `ratio4`, and dither: codes, scales, conversion, errors."""
 
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -15,6 +16,7 @@ from lowbit_optim_kernels.rules.adam import ADAM
 from protocol import BY_ENGINE, identical, train
 
 RATIO8, RATIO4 = FORMATS["ratio8"], FORMATS["ratio4"]
+OUTLASTING = (replace(ADAM[0], outlasts=True), ADAM[1])
 FOUR_BITS = ("Adam4bit", "AdamW4bit", "LAMB4bit", "LANS4bit", "Eve4bit")
 SHAPES = ((64, 147), (3, 300), (257,), (5,))
 
@@ -110,6 +112,64 @@ def test_scales_of_slow_averages_are_dithered_and_codes_are_relative_to_the_exac
         c, exact = reference.soft(m[b], u[b], rounded=False)
         assert near(softs[b], c + 128)
         assert soft_scales[b] == reference.cut(exact, random)
+
+
+def of_every_size():
+    """m, v and random bits, with roots on both sides of those that code 1 has."""
+    m, v, bits = example()
+    m, v = (np.where(np.isfinite(x), x, 0).astype(np.float32) for x in (m, v))
+    small = np.exp2(-(np.arange(64) % 22)).astype(np.float32)
+    return m * small, v * small * small, bits
+
+
+@pytest.mark.parametrize("dithered", [False, True])
+def test_ratios_of_what_outlasts_its_square_are_to_the_root_of_code_1_at_least(dithered):
+    m, v, _ = of_every_size()
+    bits = reference.dithers(1, 2, 2, 10, range(64))
+    u = reference.fraction(bits) if dithered else None
+    codes, squares, scales, of_squares = encoded(RATIO8, OUTLASTING, (m, v), u, None)
+    both, low_scales, high_scales = encoded(RATIO4, OUTLASTING, (m, v), u, None)
+    for b in range(64):
+        random = u[b] if dithered else None
+        high, least = reference.square(v[b], 255)
+        c, s = reference.ratio(m[b], v[b], 127, random, rounded=not dithered, least=least)
+        assert near(codes[b], c + 128)
+        if dithered:
+            s = reference.cut(s, reference.mix(int(bits[b, 0]) >> 8) >> 16)
+        assert (scales[b], of_squares[b]) == (s, least)
+        assert near(squares[b], high)
+        high, least = reference.square(v[b], 15)
+        low, s = reference.ratio(m[b], v[b], 7, random, least=least)
+        assert near(both[b] & 15, low + 8)
+        assert near(both[b] >> 4, high)
+        assert (low_scales[b], high_scales[b]) == (s, least)
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "keys"),
+    [
+        ("AdamW8bit", {}, set()),
+        ("AdamW8bit", {"betas": (0.95, 0.999)}, set()),
+        ("AdamW8bit", {"betas": (0.98, 0.95)}, {"exp_avg"}),
+        ("AdamW8bit", {"betas": (0.98, 0.95), "state_format": "dynamic8"}, set()),
+        ("AdamW8bit", {"betas": (0.5, 0.25), "amsgrad": True}, {"exp_avg"}),
+        ("AdamW4bit", {}, set()),
+        ("AdamW4bit", {"betas": (0.9, 0.8)}, {"exp_avg"}),
+        ("LAMB8bit", {}, set()),
+        ("LANS4bit", {"betas": (0.99, 0.95)}, {"exp_avg"}),
+        ("Eve8bit", {}, set()),
+        ("AdEMAMix8bit", {}, {"exp_avg_slow"}),
+        ("AdEMAMix8bit", {"betas": (0.9, 0.8, 0.99)}, {"exp_avg", "exp_avg_slow"}),
+        ("AdEMAMix8bit", {"betas": (0.9, 0.999, 0.99)}, set()),
+        ("ADOPT8bit", {"betas": (0.99, 0.9)}, set()),
+    ],
+    ids=str,
+)
+def test_which_moments_outlast_their_squares(name, options, keys):
+    formats = {} if "4bit" in name else {"state_format": "ratio8"}
+    p = torch.nn.Parameter(torch.zeros(3))
+    optimizer = getattr(lowbit_optim, name)([p], **{**formats, **options})
+    assert {moment.key for moment in optimizer.rule().moments if moment.outlasts} == keys
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])

@@ -1,10 +1,14 @@
 """What the state formats may cost: errors of updates, and step sizes long after a change."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
 import cases
 import lowbit_optim
+from lowbit_optim_kernels.formats import FORMATS
+from lowbit_optim_kernels.rules.adam import ADAM
 from test_quality import nmse, side, total_update
 
 FORMATS8 = pytest.mark.parametrize("state_format", ["dynamic8", "ratio8"])
@@ -239,6 +243,75 @@ def test_without_dither_one_spike_is_not_forgotten():
     nearest = cases.Case("AdamW", {"dither": False}, case.rule, case.moments)
     size, _ = steps_beside_twin(nearest, "dynamic8", spike, slice(1, 64), 1600, 1500)
     assert size > 2
+
+
+OUTLASTING = [
+    ("AdamW", (0.9, 0.5), "ratio8"),
+    ("AdEMAMix", (0.5, 0.5, 0.9), "ratio8"),
+    ("AdamW", (0.9, 0.5), "ratio4"),
+]
+
+
+@pytest.mark.slow_if_interpreted
+@pytest.mark.parametrize(("name", "betas", "state_format"), OUTLASTING, ids=str)
+def test_what_outlasts_its_square_does_not_run_away(engine, device, name, betas, state_format):
+    """Where gradients stop and the block's others go on, so that roots count as those of code 1."""
+    moved = []
+    for kept in ("float32", state_format):
+        generator = torch.Generator().manual_seed(1)
+        p = zeros(4, 64, device=device)
+        optimizer = in_format(name, p, kept, lr=1e-3, betas=betas, weight_decay=0.0)
+        for step in range(100):
+            g = 1e-3 * torch.randn(p.shape, generator=generator)
+            if step >= 10:
+                g[:, 5] = 0.0
+            p.grad = g.to(p)
+            optimizer.step()
+        moved.append(float(p.detach()[:, 5].abs().mean()))
+    assert moved[1] <= 1.5 * moved[0]
+
+
+def example_of_every_root():
+    """A block's m and v, the largest ratio beside the largest root."""
+    root = 2.0 ** -torch.arange(0.0, 32.0, 0.5)[None]
+    ratio = 2.0 * torch.rand(1, 64, generator=torch.Generator().manual_seed(0)) - 1.0
+    ratio[0, 0] = 1.0
+    return ratio * root, root.square()
+
+
+@pytest.mark.parametrize(("state_format", "levels"), [("ratio8", 255), ("ratio4", 15)])
+def test_what_outlasts_its_square_has_other_codes_below_the_root_of_code_1_alone(
+    state_format, levels
+):
+    m, v = example_of_every_root()
+    format, moments = FORMATS[state_format], (replace(ADAM[0], outlasts=True), ADAM[1])
+    plain, outlasting = (format.encode(x, [m, v]) for x in (ADAM, moments))
+    below = v.sqrt() < v.sqrt().max() / levels**2
+    for x, y in zip(plain, outlasting, strict=True):
+        assert torch.equal(*(z[~below] if z.shape == below.shape else z for z in (x, y)))
+    assert not torch.equal(plain[0][below], outlasting[0][below])
+    got, too_large = (format.decode(ADAM, x, torch.float32)[0] for x in (outlasting, plain))
+    step = v.sqrt().max() / levels**2 / (levels // 2)  # of codes that are times the least root
+    assert ((got - m).abs()[below] <= 0.51 * step).all()
+    assert ((too_large - m).abs()[below] > step).any()
+
+
+@pytest.mark.parametrize("state_format", ["ratio8", "ratio4"])
+@pytest.mark.parametrize("betas", [(0.9, 0.999), (0.9, 0.8)], ids=str)
+def test_numbers_are_converted_as_a_step_codes_them(state_format, betas):
+    m, v = example_of_every_root()
+    p = zeros(1, 64)
+    exact = in_format("AdamW", p, "float32", betas=betas)
+    p.grad = torch.ones_like(p)
+    exact.step()
+    exact.state[p].update(exp_avg=m, exp_avg_sq=v)
+    loaded = in_format("AdamW", p, state_format, betas=betas)
+    loaded.load_state_dict(exact.state_dict())
+    first = replace(ADAM[0], outlasts=betas[0] ** 2 > betas[1])
+    want = FORMATS[state_format].encode((first, ADAM[1]), [m, v])
+    got = [x for key, x in loaded.state[p].items() if key != "step"]
+    assert len(got) == len(want)
+    assert all(torch.equal(x.view(y.shape), y) for x, y in zip(got, want, strict=True))
 
 
 @FORMATS8

@@ -71,6 +71,8 @@ CASES = [
     ("SGD8bit", {"state_format": "ratio8", "momentum": 0.999}),
     ("SGD8bit", {"momentum": 0.999}),
     ("LAMB8bit", {"state_format": "ratio8"}),
+    ("AdamW8bit", {"state_format": "ratio8", "betas": (0.9, 0.8)}),
+    ("AdamW4bit", {"betas": (0.9, 0.8)}),
 ]
 MORE = [
     ("AdEMAMix8bit", {"state_format": "ratio8"}),
@@ -98,6 +100,16 @@ def ids(case):
 def test_steps_are_as_on_torch(case):
     name, options = case
     got, want = (run(engine, name, **options) for engine in ENGINES)
+    assert_agree(got, want, 3)
+
+
+@pytest.mark.parametrize("case", [*CASES[-2:], MORE[0]], ids=ids)
+def test_steps_with_roots_below_those_of_code_1_are_as_on_torch(case):
+    def spread(g):
+        g *= 10.0 ** -(torch.arange(g.numel()) % 7).view(g.shape)
+
+    name, options = case
+    got, want = (run(engine, name, gradient=spread, **options) for engine in ENGINES)
     assert_agree(got, want, 3)
 
 

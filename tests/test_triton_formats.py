@@ -36,8 +36,11 @@ BY_FORMAT = pytest.mark.parametrize(
 INTEGERS = (torch.uint8, torch.int8)
 
 
-def walk(engine, name, shapes=FEW, dtype=torch.float32, steps=2, **options):
-    """Parameters and states on the CPU after some steps of an engine."""
+def walk(engine, name, shapes=FEW, dtype=torch.float32, steps=2, spread=False, **options):
+    """Parameters and states on the CPU after some steps of an engine.
+
+    With `spread` gradients of neighbours differ in size, and roots are below those of code 1.
+    """
     generator = torch.Generator().manual_seed(0)
     device = DEVICE if engine == "triton" else "cpu"
     starts = [torch.randn(shape, generator=generator) for shape in shapes]
@@ -48,6 +51,8 @@ def walk(engine, name, shapes=FEW, dtype=torch.float32, steps=2, **options):
         for step in range(steps):
             for p in params:
                 g = torch.randn(p.shape, generator=generator) * 10.0**-step
+                if spread:
+                    g *= 10.0 ** -(torch.arange(g.numel()) % 7).view(g.shape)
                 p.grad = g.to(p)
             optimizer.step()
     states = [{k: v.cpu() for k, v in optimizer.state[p].items()} for p in params]
@@ -112,6 +117,19 @@ RULES = {
 @pytest.mark.few
 def test_rules_are_as_on_torch_in_ratio8(name):
     compare(name.partition("-")[0], state_format="ratio8", **RULES[name])
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("AdamW8bit", {"state_format": "ratio8", "betas": (0.9, 0.8)}),
+        ("AdamW4bit", {"betas": (0.9, 0.8)}),
+        ("AdEMAMix8bit", {"state_format": "ratio8"}),
+    ],
+    ids=["ratio8", "ratio4", "AdEMAMix"],
+)
+def test_moments_that_outlast_their_squares_are_as_on_torch(name, options):
+    compare(name, shapes=FEW[1:2], spread=True, **options)
 
 
 @pytest.mark.slow_if_interpreted
