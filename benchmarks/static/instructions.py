@@ -36,7 +36,8 @@ from lowbit_optim_kernels.engines.triton.kinds import TILE, Kind
 from lowbit_optim_kernels.rules import SQUARE, Rule
 from lowbit_optim_kernels.rules.shared import dithered
 
-RULES = {row.name: rule for row, rule in traffic.rules()}
+# In the format that is told which moments outlast their squares.
+RULES = {row.name: rule for row, rule in traffic.rules(state_format="ratio8")}
 ROWS = {row.name: row for row in registry.ROWS}
 WEIGHTS = {str(bits or 0): one for bits, one in weights.WEIGHTS.items()}
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}

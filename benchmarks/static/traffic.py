@@ -97,10 +97,10 @@ def extra_reads(optimizer: torch.optim.Optimizer) -> list[str]:
     return again
 
 
-def rules() -> Iterator[tuple[registry.Row, Rule]]:
-    """The rows of the registry that have a rule, which their options choose."""
+def rules(**options: object) -> Iterator[tuple[registry.Row, Rule]]:
+    """The rows of the registry that have a rule, which their options and these choose."""
     for row in registry.ROWS:
-        rule = rule_of(row.source(8)([torch.nn.Parameter(torch.zeros(1))], 1e-3))
+        rule = rule_of(row.source(8, **options)([torch.nn.Parameter(torch.zeros(1))], 1e-3))
         if rule is not None:
             yield row, rule
 

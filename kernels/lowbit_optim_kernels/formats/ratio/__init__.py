@@ -14,13 +14,13 @@ of the *exact* s, so that an error of v cancels in the update, and a number that
 gradients relative to a square (`signed`) has the softsign. A moment whose sign alone counts stays
 in `dynamic8`.
 
-A small s comes back as S, which code 1 means. So where the gradient has stopped and the block's
-others go on, m is decoded of a ratio to less, and a step makes it beta / sqrt(beta2) times as
-large: smaller, unless it outlasts v (beta^2 >= beta2). Then it would run away, and the ratio is
+What is less than S is decoded as S, which has the code 1. So where gradients of an element stop and
+those of its block go on, m, a ratio to less than S, becomes beta / sqrt(beta2) times as large in a
+step: smaller, unless m outlasts v, as beta^2 >= beta2. It would run away then, and its ratio is
 
     m / max(s, S)
 
-which is the same above S, and decodes to m below it.
+which is the same for larger s, and from which m is decoded as it is for smaller ones.
 
 A is rounded to nearest, but of a slow average in `ratio8` it is dithered as its codes are, and they
 are relative to the exact A. Else an average that grows by less than half of bf16's last bit in a

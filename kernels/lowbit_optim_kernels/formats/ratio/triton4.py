@@ -64,9 +64,7 @@ def decode(codes, scales, tables, MOMENTS: tl.constexpr, PTX: tl.constexpr):
 @triton.jit
 def scales(moments, MOMENTS: tl.constexpr, ALIGN: tl.constexpr, PTX: tl.constexpr):
     M: tl.constexpr = 0 if MOMENTS[0][ROLE] == IS_RATIO else 1
-    ratio = ratio_of_block(
-        moments[M], moments[1 - M], SQUARE_LEVELS, MOMENTS[M][OUTLASTS], PTX
-    )
+    ratio = ratio_of_block(moments[M], moments[1 - M], SQUARE_LEVELS, MOMENTS[M][OUTLASTS], PTX)
     scale = ratio_scale(ratio, RATIO_LEVELS, False, PTX)
     return scale, square_scale(moments[1 - M], SQUARE_LEVELS, PTX)
 
