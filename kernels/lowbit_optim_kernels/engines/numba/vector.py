@@ -337,12 +337,22 @@ def _fold(b: ir.IRBuilder, x: ir.Value, join: Callable) -> ir.Value:
 
 
 def _higher(b: ir.IRBuilder, x: ir.Value, y: ir.Value) -> ir.Value:
-    """The larger of each pair of numbers >= 0 by bit pattern, so that NaN and infinity win."""
+    """The larger of each pair of numbers >= 0 by bit pattern, so that NaN and infinity win.
+
+    Where x begins as -0 it is the lowest of numbers, and any NaN that has a sign.
+    """
     x, y = (b.bitcast(z, vector(i32)) for z in (x, y))
     return b.bitcast(b.select(b.icmp_unsigned(">", x, y), x, y), vector(f32))
 
 
+def _higher_signed(b: ir.IRBuilder, x: ir.Value, y: ir.Value) -> ir.Value:
+    """The larger of each pair, x >= 0, by bit pattern; a NaN that has no sign wins."""
+    x, y = (b.bitcast(z, vector(i32)) for z in (x, y))
+    return b.bitcast(b.select(b.icmp_signed(">", x, y), x, y), vector(f32))
+
+
 reach_unsigned = of_two(F)(_higher)
+reach_above, reach_below = of_two(F)(_higher_signed), reach_unsigned
 reach = of_two(F)(lambda b, top, x: _higher(b, top, fabs(b, x)))  # of magnitudes
 
 

@@ -10,6 +10,13 @@ d = code + 1 (unsigned), d + 1/2 = f, and e the exponent of d (less one when uns
     value = slope[e] f - 0.8 * 10**(e - 6)          slope[e] = 0.9 * 10**(e - 6) / n_e
     f     = (x + 0.8 * 10**(e - 6)) / slope[e]      n_e = 2**e or 2**(e + 1)
 
+The signed codebook ends at 1.0, but at -0.99297 below. A block's scale is its largest magnitude, so
+that a largest number that is negative loses 0.7 %: once in what is rounded to nearest, as in
+bitsandbytes, but in every step of a slow average, which would grow to a fraction of what it should
+be. So of a signed moment that is dithered a negative number counts as what it is divided by 0.99297
+(`REACH` times its magnitude, in fp32): the lowest code stands for the lowest number. Decoding does
+not know which of the two a scale is.
+
 This file holds the torch form of it (any device, any float dtype) and the tables that the compiled
 engines read.
 """
@@ -29,6 +36,9 @@ from .. import Format, Fractions, Part, register
 
 ZERO_CODE = {True: 127, False: 0}
 TOP_CODE = 255  # 1.0 in both maps
+MOST = torch.finfo(torch.float32).max
+# An fp32 number: the scale by which the lowest code, -0.99297, stands for -1.
+REACH = 1.0070810317993164
 
 
 @cache
@@ -179,7 +189,15 @@ def block_absmax(x: Tensor) -> Tensor:
     """
     magnitude = x.abs()
     largest = torch.where(magnitude.isfinite(), magnitude, 0.0).amax(-1, keepdim=True)
-    return largest.clamp_(max=torch.finfo(torch.float32).max).float()
+    return largest.clamp_(max=MOST).float()
+
+
+def block_reach(x: Tensor) -> Tensor:
+    """`block_absmax` of a signed moment that is dithered: no number is below the lowest code."""
+    number = torch.where(x.isfinite(), x, 0.0)
+    highest, lowest = number.amax(-1, keepdim=True), number.amin(-1, keepdim=True)
+    # (A zero may have either sign here.)
+    return torch.maximum(highest, lowest * -REACH).abs_().clamp_(max=MOST).float()
 
 
 @dataclass(frozen=True)
@@ -200,9 +218,16 @@ class Dynamic8(Format):
     def encode(
         self, moments: Sequence[Moment], values: Sequence[Tensor], random: Fractions = ()
     ) -> list[Tensor]:
-        scales = [block_absmax(x) for x in values]
-        coded = zip(moments, values, scales, random or [None] * len(moments), strict=True)
-        return [*(encode(x, scale, moment.signed, u) for moment, x, scale, u in coded), *scales]
+        each = list(zip(moments, values, random or [None] * len(moments), strict=True))
+        scales = [
+            block_absmax(x) if u is None or not moment.signed else block_reach(x)
+            for moment, x, u in each
+        ]
+        codes = [
+            encode(x, scale, moment.signed, u)
+            for (moment, x, u), scale in zip(each, scales, strict=True)
+        ]
+        return [*codes, *scales]
 
     def decode(
         self, moments: Sequence[Moment], stored: Sequence[Tensor], dtype: torch.dtype

@@ -29,6 +29,8 @@ from ...engines.numba.inner import inlined, inner
 from ...engines.numba.memory import load_f32, store_f32
 from ...engines.numba.vector import HAS_AVX512 as HAS_AVX512
 from ...engines.numba.vector import f32, i32, maximum, of_one, splat, where
+from . import MOST as FP32_MOST
+from . import REACH as SCALE_OF_LOWEST
 from . import numba_decode, numba_encode, numba_registers, numba_tables
 from .numba_decode import decode_s_64, decode_u_64, exact_s_64, exact_u_64
 from .numba_encode import HALF as HALF
@@ -39,6 +41,7 @@ PASSES = "lowbit_optim_kernels.formats.dynamic8.numba_passes"
 DEPENDS = (numba_decode, numba_encode, numba_registers, numba_tables)
 
 LEAST, MOST = np.float32(2.0**-28), np.float32(2.0**28)  # between which absmax needs no care
+LARGEST, REACH = np.float32(FP32_MOST), np.float32(SCALE_OF_LOWEST)
 _ZERO, _ONE = np.float32(0.0), np.float32(1.0)
 _SMALLEST = np.float32(2.0**-126)  # that is not subnormal
 

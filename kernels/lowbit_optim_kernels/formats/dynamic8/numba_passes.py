@@ -19,6 +19,8 @@ from ...engines.numba.vector import (
     highest,
     maximum,
     reach,
+    reach_above,
+    reach_below,
     reach_unsigned,
     scaled,
     splat,
@@ -26,8 +28,10 @@ from ...engines.numba.vector import (
 )
 from .numba import (
     HALF,
+    LARGEST,
     LEAST,
     MOST,
+    REACH,
     decode_s,
     decode_u,
     encode_dithered_s,
@@ -59,11 +63,37 @@ def load_moments():
 def store_moments():
     for m in MOMENTS:
         store_f32(row + ROW * m.row + 4 * j, m.value)
+        note_extremes()
+
+
+def note_extremes():
+    """The largest magnitude of m; if dithered, the highest number and the lowest by themselves.
+
+    They take as many instructions, and the lowest is multiplied once a block.
+    """
+    if m.signed and m.stream:
+        top[m] = pinned(reach_above(top[m], m.value))
+        low[m] = pinned(reach_below(low[m], m.value))
+    else:
         top[m] = pinned((reach if m.signed else reach_unsigned)(top[m], m.value))
+
+
+def forget_extremes():
+    top[m] = splat(f32(0.0))
+    if m.signed and m.stream:
+        low[m] = splat(f32(-0.0))
+
+
+def join_extremes():
+    """See `dynamic8` for what a lowest number counts as."""
+    if m.signed and m.stream:
+        top[m] = reach(top[m], low[m] * REACH)
 
 
 def new_scales():
     """Store the block's scales, and have what multiplies the moments to encode them."""
+    for m in MOMENTS:
+        join_extremes()
     largest[MOMENTS] = tuple(highest(top[m]) for m in MOMENTS)
     if all(LEAST < largest[m] < MOST for m in MOMENTS):
         inverse[MOMENTS] = tuple(f32(1.0) / largest[m] for m in MOMENTS)
@@ -82,7 +112,7 @@ def mend(row, n, *largest):
     """Repair a block with unusual numbers: zeroes for what is not finite, other scales."""
     if not all(largest[m] < INFINITY for m in MOMENTS):
         for m in MOMENTS:
-            top[m] = splat(f32(0.0))
+            forget_extremes()
         for j in range(0, n, 16):
             for m in MOMENTS:
                 m.value = load_f32(row + ROW * m.row + 4 * j)
@@ -90,9 +120,10 @@ def mend(row, n, *largest):
             for m in MOMENTS:
                 m.value = where(ok, m.value, splat(f32(0.0)))
                 store_f32(row + ROW * m.row + 4 * j, m.value)
-                top[m] = reach(top[m], m.value)
+                note_extremes()
         for m in MOMENTS:
-            largest[m] = highest(top[m])
+            join_extremes()
+            largest[m] = min(highest(top[m]), LARGEST)
     for m in MOMENTS:
         inverse[m] = inverse_of(row + ROW * m.row, largest[m], n)
     return (*largest[MOMENTS], *inverse[MOMENTS])
@@ -128,7 +159,7 @@ def update_blocks():
         read_block()
         past = scratch + 4 * (~start & BLOCK)
         for m in MOMENTS:
-            top[m] = splat(f32(0.0))
+            forget_extremes()
         if start == 0:
             for j in range(start, stop, 16):
                 update_vector()

@@ -26,7 +26,7 @@ from ...engines.triton.primitives import (
 from ...engines.triton.random import byte
 from .. import Unit
 from ..layout import Layout
-from . import DYNAMIC8, ZERO_CODE, triton_tables
+from . import DYNAMIC8, MOST, REACH, ZERO_CODE, triton_tables
 
 BOOK = tl.constexpr(256)  # fp32 values of a codebook
 BLOCK = tl.constexpr(DYNAMIC8.block)
@@ -47,6 +47,7 @@ FIRST_NUMBER = tl.constexpr(8 * (FIRST_UNSIGNED.value + triton_tables.LINES))
 FIRST_OCTAVE = tl.constexpr((FIRST_NUMBER.value + triton_tables.CELLS[False]) // 8)
 FIRST_LAST = tl.constexpr(2 * (FIRST_OCTAVE.value + 2 * triton_tables.OCTAVES))
 ZERO_SIGNED = tl.constexpr(ZERO_CODE[True])
+OF_LOWEST, LARGEST = tl.constexpr(-REACH), tl.constexpr(MOST)  # see `dynamic8`
 OFFSET = tl.constexpr(triton_tables.OFFSET)
 # Below it, SCALE / absmax would overflow: such an absmax is stored as the floor.
 FLOOR = tl.constexpr(2.0**-126)
@@ -71,18 +72,37 @@ def decode_codes(codes, tables, SIGNED: tl.constexpr):
 
 
 @triton.jit
-def absmax(x, SIGNED: tl.constexpr, ALIGN: tl.constexpr):
+def absmax(x, SIGNED: tl.constexpr, DITHERED: tl.constexpr, ALIGN: tl.constexpr):
     """Per block: the largest magnitude of finite x, which is what is stored as its scale.
 
-    A largest magnitude under 1.2e-38 is raised to it.
+    Of signed x that are DITHERED a negative one counts for more. A largest magnitude under 1.2e-38
+    is raised to it.
     """
-    if SIGNED:
+    REACHES: tl.constexpr = SIGNED and DITHERED
+    if REACHES:
+        x = _reach(x, ALIGN)
+    elif SIGNED:
         x = tl.abs(x)
-    if SIGNED and ALIGN > 1:  # by fours, which a thread has: of floats its instructions take |x|
-        x = tl.max(tl.reshape(x, [x.shape[0], x.shape[1] // 4, 4]), 2)
+        if ALIGN > 1:  # by fours, which a thread has: of floats its instructions take |x|
+            x = tl.max(tl.reshape(x, [x.shape[0], x.shape[1] // 4, 4]), 2)
     # As integers, of which a warp finds the largest by one instruction.
     top = tl.max(x.to(tl.int32, bitcast=True), 1).to(tl.float32, bitcast=True)
+    if REACHES:
+        top = tl.minimum(top, LARGEST)
     return tl.where(top > 0.0, tl.maximum(top, FLOOR), 0.0)
+
+
+@triton.jit
+def _reach(x, ALIGN: tl.constexpr):
+    """Numbers, or the extremes of fours, by the scales that they need; the largest is not negative.
+
+    What overflows is infinite.
+    """
+    low = x
+    if ALIGN > 1:
+        fours = tl.reshape(x, [x.shape[0], x.shape[1] // 4, 4])
+        x, low = tl.max(fours, 2), tl.min(fours, 2)
+    return tl.maximum(x, low * OF_LOWEST)
 
 
 @triton.jit
@@ -214,7 +234,7 @@ def decode(codes, scales, tables, MOMENTS: tl.constexpr, PTX: tl.constexpr):
 @triton.jit
 def scales(moments, MOMENTS: tl.constexpr, ALIGN: tl.constexpr, PTX: tl.constexpr):
     """The scales of a finite moment, one a block."""
-    return (absmax(moments[0], MOMENTS[0][SIGNED], ALIGN),)
+    return (absmax(moments[0], MOMENTS[0][SIGNED], MOMENTS[0][STREAM] > 0, ALIGN),)
 
 
 @triton.jit
