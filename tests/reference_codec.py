@@ -134,14 +134,31 @@ def encode(x, signed, find=nearest):
     x = np.asarray(x)
     finite = np.isfinite(x)
     clean = np.where(finite, x, 0).astype(np.float64)
-    index = block_index(x.shape)
-    starts = np.flatnonzero(np.diff(index.ravel(), prepend=-1))  # blocks lie one after another
-    absmax = np.maximum.reduceat(np.abs(clean).ravel(), starts) if x.size else np.zeros(0)
-    absmax = absmax.astype(np.float32)
+    absmax = _largest(np.abs(clean))
     codes = find(relative(x, absmax), signed)
     if not signed:
         codes = np.where((codes == 0) & (clean > 0), 1, codes)
-    return codes.astype(np.uint8), absmax.reshape(layout(x.shape))
+    return codes.astype(np.uint8), absmax
+
+
+def _largest(magnitude):
+    """That of each block, in float32."""
+    index = block_index(magnitude.shape)
+    starts = np.flatnonzero(np.diff(index.ravel(), prepend=-1))  # blocks lie one after another
+    found = np.maximum.reduceat(magnitude.ravel(), starts) if magnitude.size else np.zeros(0)
+    return found.astype(np.float32).reshape(layout(magnitude.shape))
+
+
+def dithered_scales(x):
+    """Those of signed numbers that are dithered: no finite one lies below the lowest code.
+
+    The factor is a float32 number; the product is of x's type, and at most the largest float32.
+    """
+    reach = np.float32(-1) / codebook(True)[0]
+    clean = np.where(np.isfinite(x), x, 0)
+    with np.errstate(over="ignore"):
+        needed = np.where(clean < 0, clean * -reach, clean)
+    return _largest(np.minimum(needed, np.finfo(np.float32).max))
 
 
 def relative(x, absmax):

@@ -212,6 +212,74 @@ def test_float64_beyond_the_range_of_the_scales(signed):
     assert codes[0] == 255
 
 
+def averaged(x, device="cpu", **options):
+    """Codes and scales of a slow average that is x: SGD's momentum after one step."""
+    p = torch.nn.Parameter(torch.zeros(x.shape, dtype=torch.as_tensor(x).dtype, device=device))
+    given = {"lr": 1e-9, "momentum": 0.99, "min_8bit_size": 1, **options}
+    optimizer = lowbit_optim.SGD8bit([p], **given)
+    p.grad = torch.from_numpy(x.copy()).to(device)
+    optimizer.step()
+    state = optimizer.state[p]
+    return (state[f"momentum_buffer{x}"].cpu().numpy() for x in ("", "_absmax"))
+
+
+def unusual_blocks(count):
+    """Blocks of `count` numbers whose largest is negative, positive, both, huge, tiny or none."""
+    most = float(np.finfo(np.float32).max)
+    x = np.random.default_rng(3).standard_normal((18, count)).astype(np.float32)
+    x[1], x[2] = np.abs(x[1]), -np.abs(x[2])
+    x[3:] *= 1e-3
+    for row, values in enumerate(
+        [(-1, 0.5), (1, -0.999), (1, -1), (0.998, -1), (-most, 1), (most, -most),
+         (-most * 0.9931, most * 0.99), (-3, np.nan), (-3, np.inf), (2, -np.inf), (-3, -np.nan)],
+        3,
+    ):  # fmt: skip
+        x[row, [7, count - 1]] = values
+    x[14], x[15], x[16], x[17] = 0.0, -0.0, -1e-40, np.nan
+    return x
+
+
+@pytest.mark.parametrize("count", [256, 255, 67])
+def test_a_dithered_average_has_room_for_its_lowest_number(engine, device, count):
+    x = unusual_blocks(count)
+    codes, scales = averaged(x, device)
+    want = reference_codec.dithered_scales(x)
+    if engine == "triton":  # its floor
+        want = np.where(want > 0, np.maximum(want, np.float32(2.0**-126)), want)
+    np.testing.assert_array_equal(scales, want)
+    assert not np.signbit(scales).any()
+    assert codes[[3, 5, 6, 10, 11, 13], 7].tolist() == [0, 254, 254, 0, 0, 0]
+    assert codes[[5, 6], -1].tolist() == [0, 0]
+    assert (codes[[10, 11, 12, 13], -1] == 127).all()
+    assert (codes[[14, 15, 17]] == 127).all()
+    # Every number has one of the two codes around it.
+    plain = np.r_[0:7, 10:14]
+    relative = reference_codec.relative(x, scales)[plain]
+    table = reference_codec.codebook(True).astype(np.float64)
+    least, most = table[np.maximum(codes[plain].astype(int) - 1, 0)], np.append(table, 2.0)
+    assert (relative >= least - 1e-5).all()
+    assert (relative <= most[codes[plain].astype(int) + 1] + 1e-5).all()
+
+
+def test_an_average_that_is_not_dithered_has_the_scales_of_bitsandbytes(engine, device):
+    x = unusual_blocks(256)[:14]
+    expected, want = reference_codec.encode(x, True)
+    for options in ({"dither": False}, {"momentum": 0.9}):
+        codes, scales = averaged(x, device, **options)
+        np.testing.assert_array_equal(scales, want)
+        usual = np.r_[0:7, 10:14]
+        assert_nearest(x[usual], True, codes[usual], expected[usual], want[usual], engine)
+
+
+def test_dithered_averages_of_float64():
+    x = np.random.default_rng(3).standard_normal((4, 256))
+    x[1, 0], x[2, 0], x[3, 0] = -1e300, -(2.0**128) / 1.004, 1e300
+    codes, scales = averaged(x)
+    np.testing.assert_array_equal(scales, reference_codec.dithered_scales(x))
+    assert scales[1:].ravel().tolist() == [float(np.finfo(np.float32).max)] * 3
+    assert codes[:, 0].tolist()[1:] == [0, 0, 255]
+
+
 def test_what_cannot_be_coded_is_refused():
     with pytest.raises((TypeError, ValueError)):
         quantize_blockwise(torch.ones(3, dtype=torch.complex64))

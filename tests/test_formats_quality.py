@@ -113,6 +113,30 @@ def test_a_slow_average_of_constant_gradients_grows(name, options, state_format)
     assert float(along) == pytest.approx(1, abs=0.03)
 
 
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("SGD", {"momentum": 0.99}),
+        ("AdEMAMix", {"betas": (0.9, 0.999, 0.999), "alpha": 1e4, "weight_decay": 0.0}),
+    ],
+    ids=str,
+)
+def test_a_slow_average_grows_in_both_directions(engine, device, name, options):
+    """The largest of a block; the code has no -1, by which a negative one lost .7 % in a step."""
+    g = torch.full((2, 256), 0.01)
+    g[0, 7], g[1, 7] = 1.0, -1.0
+    moved = []
+    for kept in ("float32", "dynamic8"):
+        p = zeros(2, 256, device=device)
+        optimizer = in_format(name, p, kept, lr=1e-3, **options)
+        for _ in range(4 if engine == "triton" else 400):
+            p.grad = g.to(device, copy=True)
+            optimizer.step()
+        moved.append(p.detach()[:, 7].cpu())
+    assert (moved[1] / moved[0]).tolist() == pytest.approx([1, 1], abs=1e-3)
+    assert float(moved[1].sum() / moved[1][0]) == pytest.approx(0, abs=1e-3)
+
+
 def test_a_slow_average_keeps_elements_of_every_size_apart():
     """AdEMAMix over 2,000 steps, of gradients with scales of their own, and after a spike."""
     scales = torch.randn(16, 128, generator=torch.Generator().manual_seed(9)).exp()
