@@ -112,7 +112,7 @@ class CheckpointBase(StateBase):
         self.__setstate__({"state": defaultdict(dict, state), "param_groups": groups})
         for post_hook in self._optimizer_load_state_dict_post_hooks.values():
             post_hook(self)
-        if any(one.state.get("step") for one in found) and self._codes_are_zero():
+        if self._codes_are_zero() and any(one.state.get("step") for one in found):
             _checks.warn_user(
                 f"{type(self).__name__} has loaded moments that are all 0 in 8 or 4 bits, although "
                 "steps have been taken: broadcast_from_rank0 casts 32-bit moments below 1 to that, "

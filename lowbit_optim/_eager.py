@@ -310,9 +310,9 @@ class EagerOptimizer(LowBitOptimizer):
 def _check_extra(key: str, value: Any, must_be: str) -> None:
     """Refuse numbers that no step leaves in a state beside the moments."""
     _tensor_checks.require_dense(key, value)
-    if not bool(value.isfinite().all()):
+    if not _tensor_checks.true_everywhere(value.isfinite()):
         raise ValueError(f"{key!r} has elements that are not finite")
-    if must_be and not bool(_IS[must_be](value, 0).all()):
+    if must_be and not _tensor_checks.true_everywhere(_IS[must_be](value, 0)):
         raise ValueError(f"{key!r} has elements that are not {must_be}")
 
 

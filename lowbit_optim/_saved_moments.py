@@ -20,7 +20,14 @@ from lowbit_optim_kernels.formats import (
 )
 from lowbit_optim_kernels.rules import Moment
 
-from ._tensor_checks import REAL, missing, require_dense, require_scales, require_shape
+from ._tensor_checks import (
+    REAL,
+    missing,
+    require_dense,
+    require_scales,
+    require_shape,
+    true_everywhere,
+)
 
 Moments = tuple[Moment, ...]
 HarmlessMask = Callable[[Tensor], Tensor]
@@ -155,7 +162,7 @@ def _check_numbers(moment: Moment, value: Tensor, p: Tensor, harmless: HarmlessM
         good = (value >= 0) | (harmless(value) & ~(value < 0))
     if p.device.type != "meta":
         good = good.to(p.device) | ~p.detach().isfinite()
-    if not bool(good.all()):
+    if not true_everywhere(good):
         allowed = "finite" if moment.signed else ">= 0"
         raise ValueError(f"{moment.key!r} has elements that are not {allowed}")
 

@@ -20,7 +20,14 @@ from ._cast_checks import require_coded
 from ._saved_moments import HarmlessMask
 from ._settings import plain_copy
 from ._state_layout import lasting_spec
-from ._tensor_checks import missing, require_dense, require_shape, require_values, shape_or_value
+from ._tensor_checks import (
+    missing,
+    require_dense,
+    require_shape,
+    require_values,
+    shape_or_value,
+    true_everywhere,
+)
 
 EXACT_IN_FP32 = 2**24  # every whole number up to here
 MOST_STEPS = 2**53  # and up to here in fp64
@@ -36,6 +43,8 @@ def as_step(value: Any) -> int:
     """The number of steps that a checkpoint says have been taken."""
     if isinstance(value, Tensor) and (value.numel() != 1 or value.is_complex()):
         raise ValueError(f"'step' must be one number, got a tensor of shape {tuple(value.shape)}")
+    if isinstance(value, Tensor) and value.is_meta:  # there is no number there
+        return 0
     step = value.item() if isinstance(value, Tensor) else value
     whole = isinstance(step, Real) and not isinstance(step, bool) and step == step // 1
     if not whole or not 0 <= step <= MOST_STEPS:
@@ -80,7 +89,7 @@ def _require_lasting(x: Lasting, value: Any) -> None:
 def _check_lasting(x: Lasting, value: Any) -> None:
     _require_lasting(x, value)
     good = (value >= 0) & value.isfinite()
-    if not bool(good.all() or (x.history and (value == x.start).all())):
+    if not (true_everywhere(good) or (x.history and true_everywhere(value == x.start))):
         raise ValueError(f"{x.key!r} must hold finite numbers >= 0")
 
 

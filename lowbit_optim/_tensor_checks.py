@@ -75,8 +75,13 @@ def require_memory(x: Tensor, what: str, name: str) -> None:
         )
 
 
+def true_everywhere(mask: Tensor) -> bool:
+    """Whether nothing in a mask is False; on the meta device there is nothing."""
+    return mask.is_meta or bool(mask.all())
+
+
 def require_scales(key: str, value: Any) -> None:
     """Refuse scales that are no dense numbers, negative or not finite."""
     require_dense(key, value)
-    if not bool(((value >= 0) & value.isfinite()).all()):
+    if not true_everywhere((value >= 0) & value.isfinite()):
         raise ValueError(f"{key!r} has scales that are negative or not finite")

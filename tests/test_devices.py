@@ -139,3 +139,23 @@ def test_a_state_dict_of_what_has_no_values():
     saved = optimizer.state_dict()["state"][0]
     assert (saved["step"].dtype, saved["exp_avg"].dtype) == (torch.float32, torch.uint8)
     assert all(x.device.type == "meta" for x in saved.values())
+
+
+@pytest.mark.parametrize("name", ["AdamW8bit", "AdamW4bit", "LAMB8bit", "SGD32bit", "Cain8bit"])
+def test_a_state_dict_of_what_has_no_values_loads(name):
+    def trained():
+        p = torch.nn.Parameter(torch.empty(70, 70, dtype=torch.bfloat16, device="meta"))
+        more = {} if name == "Cain8bit" else {"percentile_clipping": 50}
+        optimizer = getattr(lowbit_optim, name)([p], lr=0.1, **more)
+        p.grad = torch.empty_like(p)
+        optimizer.step()
+        return optimizer
+
+    optimizer, other = trained(), trained()
+    optimizer.load_state_dict(other.state_dict())
+    ((p, state),) = optimizer.state.items()
+    (of_other,) = other.state.values()
+    kinds = [{k: (x.shape, x.device) for k, x in one.items()} for one in (state, of_other)]
+    assert kinds[0] == kinds[1]
+    p.grad = torch.empty_like(p)
+    optimizer.step()
