@@ -70,14 +70,15 @@ class Locals:
             return self._params, gradients
         sharded = bool(self._specs) and all(map(_is_dtensor_class, types))
         if sharded and all(map(is_, map(_SPEC, gradients), self._specs)):  # as under fully_shard
-            held, its = list(map(_LOCAL, self._params)), list(map(_LOCAL, gradients))
-        else:
-            pairs = list(zip(gradients, self._params, strict=True))
-            if not all(has_placements_of(g, p) for g, p in pairs if is_dtensor(p)):
-                return None
-            if any(is_dtensor(g) for g, p in pairs if not is_dtensor(p)):
-                return None
-            held, its = list(map(local, self._params)), list(map(local, gradients))
+            its = list(map(_LOCAL, gradients))  # (types of what is held a plan compares anyway)
+            plain = PLAIN_TYPES.issuperset(map(type, its))
+            return (list(map(_LOCAL, self._params)), its) if plain else None
+        pairs = list(zip(gradients, self._params, strict=True))
+        if not all(has_placements_of(g, p) for g, p in pairs if is_dtensor(p)):
+            return None
+        if any(is_dtensor(g) for g, p in pairs if not is_dtensor(p)):
+            return None
+        held, its = list(map(local, self._params)), list(map(local, gradients))
         return (held, its) if PLAIN_TYPES.issuperset(map(type, [*held, *its])) else None
 
     @staticmethod

@@ -51,6 +51,7 @@ def same_objects(a: Iterable[Any], b: Sequence[Any]) -> bool:
 # What decides how tensors are read, but their addresses. Layouts come first, as a sparse one has
 # neither strides nor an address.
 COLUMNS: tuple[Callable[[Tensor], Any], ...] = (
+    type,
     *map(attrgetter, ("layout", "dtype", "device", "shape")),
     Tensor.is_contiguous,
     Tensor.is_neg,
@@ -98,20 +99,34 @@ class States:
     It refers to nothing that they hold: who moves or deletes state between steps frees memory. So
     it knows tensors by their ids. One that got the id and the address of another does as well as
     that, if it is as large, which is asked of the largest of each state: who keeps state in another
-    dtype meanwhile keeps all of it so.
+    dtype meanwhile keeps all of it so. Of tensors in wrappers, which take time to get at, the same
+    holds for addresses.
     """
 
     def __init__(
         self, params: list[Tensor], state: Mapping[Tensor, dict[str, Any]], tensors_of: TensorsOf
     ) -> None:
         self._params = params
+        self._looked_at: Sequence[int]
         each = [state[p] for p in params]
         values = all_values(each)
-        self._ids, self._tensors = ids_of(values), tensors_of(values)
-        self._addresses = addresses_of(self._tensors(values))
-        self._large = list(_places_of_largest(each))
-        self._sizes = [values[place].nbytes for place in self._large]
+        self._ids, large = ids_of(values), list(_places_of_largest(each))
+        self._looked_at = range(len(values))
+        if any(type(x) is not Tensor for x in values):
+            plain = {place: None for place, x in enumerate(values) if type(x) is Tensor}
+            self._looked_at = [*(place for place in large if place not in plain), *plain]
+        self._tensors = tensors_of([values[place] for place in self._looked_at])
+        number = {place: k for k, place in enumerate(self._looked_at)}
+        self._large = [number[place] for place in large]
+        self._addresses, self._sizes = self._look_at(values)
         self._note(state)
+
+    def _look_at(self, values: list[Any]) -> tuple[list[int], list[int]]:
+        """Addresses of tensors, and sizes of the largest."""
+        if type(self._looked_at) is not range:
+            values = [values[place] for place in self._looked_at]
+        tensors = self._tensors(values)
+        return addresses_of(tensors), [tensors[k].nbytes for k in self._large]
 
     def _note(self, state: Mapping[Tensor, dict[str, Any]]) -> None:
         """Note where the parameters are in the mapping: tensors take long to hash.
@@ -136,11 +151,9 @@ class States:
         if ids_of(values) != self._ids:
             return None
         try:
-            same = addresses_of(self._tensors(values)) == self._addresses
-            same = same and [values[place].nbytes for place in self._large] == self._sizes
+            if self._look_at(values) != (self._addresses, self._sizes):
+                return None
         except (AttributeError, RuntimeError, TypeError):  # of another type, at an old id
-            return None
-        if not same:
             return None
         if not known:
             self._note(state)
