@@ -123,8 +123,13 @@ def _stream(p: Tensor) -> Any:
 def _is_released(p: Tensor) -> bool:
     """Whether hooks that still do anything step a parameter."""
     reference = _released_params.get(p)
-    released = None if reference is None else reference()
-    return released is not None and released._reference() is not None
+    return reference is not None and _alive(reference) is not None
+
+
+def _alive(reference: weakref.ref[ReleasedGradients]) -> ReleasedGradients | None:
+    """What a reference is to, if its optimizer is there, too."""
+    released = reference()
+    return None if released is None or released._reference() is None else released
 
 
 def _hook_of(released: ReleasedGradients) -> Callable[[Tensor], None]:
@@ -132,8 +137,8 @@ def _hook_of(released: ReleasedGradients) -> Callable[[Tensor], None]:
     reference = weakref.ref(released)
 
     def take(p: Tensor) -> None:
-        alive = reference()
-        if alive is not None and alive._reference() is not None:
+        alive = _alive(reference)
+        if alive is not None:
             alive._take(p)
 
     return take

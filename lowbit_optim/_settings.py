@@ -161,13 +161,12 @@ class Settings:
     """The resolved and checked settings of each group, kept while nothing in the group is new."""
 
     def __init__(self) -> None:
-        self._given: dict[int, dict[str, Any]] = {}
-        self._resolved: dict[int, Resolved] = {}
+        self._kept: dict[int, tuple[dict[str, Any], Resolved]] = {}  # as given, and as resolved
         self._stored_as: dict[int, dict[str, Any]] = {}
 
     def keep_first(self, count: int) -> None:
         """Forget groups that are no longer there, and with them their parameters."""
-        for known in (self._given, self._resolved, self._stored_as):
+        for known in (self._kept, self._stored_as):
             for index in [index for index in known if index >= count]:
                 del known[index]
 
@@ -200,23 +199,22 @@ class Settings:
             ValueError: if the group lacks a setting that is needed.
             ValueError, TypeError: as `validate` does, for settings that a step cannot run with.
         """
-        given = self._given.get(index)
-        if given is not None and given.keys() == group.keys():
+        given, before = self._kept.get(index, ({}, None))
+        if before is not None and given.keys() == group.keys():
             new = [key for key, value in group.items() if value is not given[key]]
             if not new:
-                return self._resolved[index]
+                return before
             if new == ["lr"] and type(group["lr"]) is float:  # as schedulers do in every step
                 _checks.learning_rate(group["lr"])
-                self._given[index]["lr"] = group["lr"]
-                self._resolved[index] = self._resolved[index].having("lr", group["lr"])
-                return self._resolved[index]
+                given["lr"], after = group["lr"], before.having("lr", group["lr"])
+                self._kept[index] = given, after
+                return after
         _require(index, group, needed)
         self.settle(index, group)
         known = resolved(group)
         validate(known)
-        self._given.pop(index, None)
-        self._resolved.pop(index, None)
+        self._kept.pop(index, None)
         values = (value for key, value in group.items() if key not in _UNREAD)
         if not any(map(_may_change, values)):
-            self._given[index], self._resolved[index] = dict(group), known
+            self._kept[index] = dict(group), known
         return known

@@ -98,10 +98,7 @@ class Locals:
 
         return found
 
-    @staticmethod
-    def one(value: Any) -> Tensor:
-        """This rank's tensor of a value."""
-        return local(value)
+    one = staticmethod(local)
 
 
 def check(p: Any, name: str) -> None:

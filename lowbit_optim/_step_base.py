@@ -289,8 +289,9 @@ def _in_turn(
         yield from filter(None, [steps])
         return
     note_order([batch for _, batch in steps])
-    shared = (batch.sharing.intersection(plan.copied(batch)) for plan, batch in steps)
-    if not any(shared):
+    if not any(
+        batch.sharing.intersection(plan.copied(batch)) for plan, batch in steps if batch.sharing
+    ):
         yield steps
         return
     for plan, batch in steps:

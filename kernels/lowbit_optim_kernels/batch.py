@@ -87,7 +87,7 @@ class Slot:
     tensor_key: int = 0
     blocks_before: int = 0
     weights_before: int = 0
-    memory: tuple[int, int] = (0, 0)
+    memory: tuple[int, int] = field(init=False)
 
     def __post_init__(self) -> None:
         self.memory = memory_of(self.p)

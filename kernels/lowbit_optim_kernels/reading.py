@@ -107,25 +107,27 @@ class States:
         self, params: list[Tensor], state: Mapping[Tensor, dict[str, Any]], tensors_of: TensorsOf
     ) -> None:
         self._params = params
-        self._looked_at: Sequence[int]
         each = [state[p] for p in params]
         values = all_values(each)
         self._ids, large = ids_of(values), list(_places_of_largest(each))
-        self._looked_at = range(len(values))
-        if any(type(x) is not Tensor for x in values):
-            plain = {place: None for place, x in enumerate(values) if type(x) is Tensor}
-            self._looked_at = [*(place for place in large if place not in plain), *plain]
-        self._tensors = tensors_of([values[place] for place in self._looked_at])
-        number = {place: k for k, place in enumerate(self._looked_at)}
+        plain = [place for place, x in enumerate(values) if type(x) is Tensor]
+        self._looked_at: list[int] | None = None  # all
+        if len(plain) < len(values):
+            wrapped = (place for place in large if type(values[place]) is not Tensor)
+            self._looked_at = [*wrapped, *plain]
+        self._tensors = tensors_of(self._chosen(values))
+        number = {place: k for k, place in enumerate(self._chosen(range(len(values))))}
         self._large = [number[place] for place in large]
         self._addresses, self._sizes = self._look_at(values)
         self._note(state)
 
+    def _chosen(self, each: Any) -> Any:
+        """Those that are looked at."""
+        return each if self._looked_at is None else [each[place] for place in self._looked_at]
+
     def _look_at(self, values: list[Any]) -> tuple[list[int], list[int]]:
         """Addresses of tensors, and sizes of the largest."""
-        if type(self._looked_at) is not range:
-            values = [values[place] for place in self._looked_at]
-        tensors = self._tensors(values)
+        tensors = self._tensors(self._chosen(values))
         return addresses_of(tensors), [tensors[k].nbytes for k in self._large]
 
     def _note(self, state: Mapping[Tensor, dict[str, Any]]) -> None:
