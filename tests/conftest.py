@@ -97,6 +97,14 @@ def spare_the_interpreter(items):
             item.add_marker(pytest.mark.slow)
 
 
+def refuse_sets(items):
+    """A set's text has another order in each process: workers would disagree on a test's name."""
+    for item in items:
+        for name, value in arguments_of(item).items():
+            if isinstance(value, (set, frozenset)) and len(value) > 1 and str(value) in item.name:
+                raise pytest.UsageError(f"{item.nodeid}: give {name} as a list, which has an order")
+
+
 @cache
 def numba_lacks_half():
     from lowbit_optim_kernels.engines import registry as engines
@@ -109,6 +117,7 @@ def pytest_collection_modifyitems(config, items):
 
     The other processes would wait for one that came late.
     """
+    refuse_sets(items)
     usual = float(config.getini("timeout"))
 
     def given(item):

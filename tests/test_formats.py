@@ -148,20 +148,20 @@ def test_ratios_of_what_outlasts_its_square_are_to_the_root_of_code_1_at_least(d
 @pytest.mark.parametrize(
     ("name", "options", "keys"),
     [
-        ("AdamW8bit", {}, set()),
-        ("AdamW8bit", {"betas": (0.95, 0.999)}, set()),
-        ("AdamW8bit", {"betas": (0.98, 0.95)}, {"exp_avg"}),
-        ("AdamW8bit", {"betas": (0.98, 0.95), "state_format": "dynamic8"}, set()),
-        ("AdamW8bit", {"betas": (0.5, 0.25), "amsgrad": True}, {"exp_avg"}),
-        ("AdamW4bit", {}, set()),
-        ("AdamW4bit", {"betas": (0.9, 0.8)}, {"exp_avg"}),
-        ("LAMB8bit", {}, set()),
-        ("LANS4bit", {"betas": (0.99, 0.95)}, {"exp_avg"}),
-        ("Eve8bit", {}, set()),
-        ("AdEMAMix8bit", {}, {"exp_avg_slow"}),
-        ("AdEMAMix8bit", {"betas": (0.9, 0.8, 0.99)}, {"exp_avg", "exp_avg_slow"}),
-        ("AdEMAMix8bit", {"betas": (0.9, 0.999, 0.99)}, set()),
-        ("ADOPT8bit", {"betas": (0.99, 0.9)}, set()),
+        ("AdamW8bit", {}, []),
+        ("AdamW8bit", {"betas": (0.95, 0.999)}, []),
+        ("AdamW8bit", {"betas": (0.98, 0.95)}, ["exp_avg"]),
+        ("AdamW8bit", {"betas": (0.98, 0.95), "state_format": "dynamic8"}, []),
+        ("AdamW8bit", {"betas": (0.5, 0.25), "amsgrad": True}, ["exp_avg"]),
+        ("AdamW4bit", {}, []),
+        ("AdamW4bit", {"betas": (0.9, 0.8)}, ["exp_avg"]),
+        ("LAMB8bit", {}, []),
+        ("LANS4bit", {"betas": (0.99, 0.95)}, ["exp_avg"]),
+        ("Eve8bit", {}, []),
+        ("AdEMAMix8bit", {}, ["exp_avg_slow"]),
+        ("AdEMAMix8bit", {"betas": (0.9, 0.8, 0.99)}, ["exp_avg", "exp_avg_slow"]),
+        ("AdEMAMix8bit", {"betas": (0.9, 0.999, 0.99)}, []),
+        ("ADOPT8bit", {"betas": (0.99, 0.9)}, []),
     ],
     ids=str,
 )
@@ -169,7 +169,7 @@ def test_which_moments_outlast_their_squares(name, options, keys):
     formats = {} if "4bit" in name else {"state_format": "ratio8"}
     p = torch.nn.Parameter(torch.zeros(3))
     optimizer = getattr(lowbit_optim, name)([p], **{**formats, **options})
-    assert {moment.key for moment in optimizer.rule().moments if moment.outlasts} == keys
+    assert [moment.key for moment in optimizer.rule().moments if moment.outlasts] == keys
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
