@@ -235,6 +235,13 @@ def momentum(group: Mapping[str, Any]) -> None:
     numbers(group, "momentum", "weight_decay")
     number("dampening", group["dampening"], 0.0, 1.0)
     flag("nesterov", group["nesterov"])
+
+
+def nesterov(group: Mapping[str, Any]) -> None:
+    """Check that what a user asks Nesterov's momentum of has one.
+
+    A step need not: a scheduler that cycles momentum may come to 0, which is stepped without.
+    """
     if group["nesterov"] and (group["momentum"] == 0 or group["dampening"] != 0):
         raise ValueError(
             "nesterov=True needs a momentum > 0 and a dampening of 0; got "

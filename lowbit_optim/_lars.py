@@ -144,6 +144,10 @@ class LARS(TrustOptimizer):
         _bitsandbytes_arguments.positional_order(percentile_clipping, "max_unorm")
         super().__init__(params, settings_of(locals()), args)
 
+    def _check_initial_settings(self, group: Mapping[str, Any]) -> None:
+        super()._check_initial_settings(group)
+        _checks.nesterov(group)
+
     def _validate(self, group: Mapping[str, Any]) -> None:
         super()._validate(group)
         _checks.momentum(group)

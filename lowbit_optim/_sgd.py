@@ -79,6 +79,10 @@ class SGD(LowBitOptimizer):
         _bitsandbytes_arguments.switches(block_wise)
         super().__init__(params, settings_of(locals()), args)
 
+    def _check_initial_settings(self, group: Mapping[str, Any]) -> None:
+        super()._check_initial_settings(group)
+        _checks.nesterov(group)
+
     def _validate(self, group: Mapping[str, Any]) -> None:
         super()._validate(group)
         _checks.momentum(group)

@@ -97,6 +97,28 @@ def test_numpy_and_tensors_are_as_numbers(case, kind):
     assert resumes(made[2], cls(parameters(seed=4), lr=0.1, min_8bit_size=1))
 
 
+@pytest.mark.parametrize("name", ["SGD32bit", "LARS32bit"])
+def test_nesterovs_momentum_may_come_to_nothing_under_a_scheduler(name):
+    """As in torch, whose constructor alone asks for one: a step without it is a plain one."""
+    taken = []
+    for cls in (getattr(lowbit_optim, name), torch.optim.SGD):
+        own = {"max_unorm": 0.0} if cls is lowbit_optim.LARS32bit else {}
+        optimizer = cls(parameters(), lr=0.1, momentum=0.9, nesterov=True, **own)
+        scheduler = lr_scheduler.CyclicLR(
+            optimizer, 0.01, 0.1, step_size_up=2, base_momentum=0.0, max_momentum=0.9
+        )
+        moments = []
+        for t in range(6):
+            train(optimizer, 1, first=t)
+            scheduler.step()
+            moments.append(optimizer.param_groups[0]["momentum"])
+        assert 0.0 in moments
+        taken.append([p.detach().clone() for p in all_parameters(optimizer)])
+        fresh = cls(parameters(), lr=0.1, momentum=0.9, nesterov=True, **own)
+        fresh.load_state_dict(saved_and_loaded(optimizer.state_dict()))
+    torch.testing.assert_close(*taken, rtol=1e-6, atol=1e-7)
+
+
 def test_tensors_are_followed_when_they_change_in_place():
     lr, beta = torch.tensor(0.125), torch.tensor(0.5)
     followed = ADAMW(parameters(), lr=lr, betas=(beta, 0.75), min_8bit_size=1)
