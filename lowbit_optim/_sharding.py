@@ -13,17 +13,16 @@ known wherever a shard begins.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, cached_property
 from operator import attrgetter, is_
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
-from lowbit_optim_kernels.batch import WEIGHT_BLOCK, Batch, ProcessGroups, Slot
+from lowbit_optim_kernels.batch import WEIGHT_BLOCK, ProcessGroups, Slot
 from lowbit_optim_kernels.formats import Format, units
 from lowbit_optim_kernels.formats.layout import Layout
 from lowbit_optim_kernels.rules import Moment
@@ -58,6 +57,7 @@ class Locals:
         self._params, self._types = params, {*map(type, params)}
         sharded = all(map(_is_dtensor_class, self._types))
         self._specs = list(map(_SPEC, params)) if sharded else []
+        self._placed = self._specs  # specs of gradients that were found to be placed as these
 
     def __call__(self, gradients: list[Any]) -> tuple[list[Any], list[Any]] | None:
         """This rank's tensors of parameters and gradients; the lists themselves if all are plain.
@@ -68,8 +68,9 @@ class Locals:
         types = {*map(type, gradients)}
         if types <= PLAIN_TYPES and self._types <= PLAIN_TYPES:  # nothing that takes time
             return self._params, gradients
-        sharded = bool(self._specs) and all(map(_is_dtensor_class, types))
-        if sharded and all(map(is_, map(_SPEC, gradients), self._specs)):  # as under fully_shard
+        if self._specs and all(map(_is_dtensor_class, types)):
+            if not self._are_placed(list(map(_SPEC, gradients))):
+                return None
             its = list(map(_LOCAL, gradients))  # (types of what is held a plan compares anyway)
             plain = PLAIN_TYPES.issuperset(map(type, its))
             return (list(map(_LOCAL, self._params)), its) if plain else None
@@ -80,6 +81,19 @@ class Locals:
             return None
         held, its = list(map(local, self._params)), list(map(local, gradients))
         return (held, its) if PLAIN_TYPES.issuperset(map(type, [*held, *its])) else None
+
+    def _are_placed(self, specs: list[Any]) -> bool:
+        """Whether gradients' specs say what the parameters' do: mostly they are the same objects.
+
+        Under fully_shard they are the parameters' own, and operators return theirs every time.
+        """
+        if all(map(is_, specs, self._placed)):
+            return True
+        pairs = zip(specs, self._specs, strict=True)
+        if not all(a is b or _says_the_same(a, b) for a, b in pairs):
+            return False
+        self._placed = specs
+        return True
 
     @staticmethod
     def tensors_of(values: list[Any]) -> Callable[[list[Any]], list[Tensor]]:
@@ -120,9 +134,14 @@ def check(p: Any, name: str) -> None:
         raise RuntimeError(f"{where} on {device}, but its mesh is of {mesh} devices")
 
 
+def _says_the_same(a: Any, b: Any) -> bool:
+    """Whether two specs of DTensors are of the same mesh and placements."""
+    return (a.mesh, a.placements) == (b.mesh, b.placements)
+
+
 def has_placements_of(x: Any, p: Any) -> bool:
     """Whether a value is a DTensor with the mesh and placements of the DTensor p."""
-    return is_dtensor(x) and (x.device_mesh, x.placements) == (p.device_mesh, p.placements)
+    return is_dtensor(x) and _says_the_same(x._spec, p._spec)
 
 
 def gradient(p: Any, name: str) -> Tensor:
@@ -242,7 +261,8 @@ class Share:
         coded = self.p.numel() >= group["min_8bit_size"]
         return {**group, "min_8bit_size": 0 if coded else local(self.p).numel() + 1}
 
-    def _local_shape_and_first_row(self) -> tuple[tuple[int, ...], int]:
+    @cached_property
+    def _shape_and_first_row(self) -> tuple[tuple[int, ...], int]:
         """Shape of this rank's shard, and its first row."""
         from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
@@ -254,7 +274,7 @@ class Share:
         """The position of this rank's first element in the whole parameter; see `Layout`."""
         if self.whole:
             return 0
-        (_, first), layout = self._local_shape_and_first_row(), Layout.of(self.p.shape, block)
+        (_, first), layout = self._shape_and_first_row, Layout.of(self.p.shape, block)
         return layout.positions_before(first if layout.by_rows else first * self._in_row)
 
     def locate(self, slot: Slot) -> None:
@@ -272,12 +292,12 @@ class Share:
         """This rank's shard of what has been stepped."""
         if not self.whole:
             return work
-        shape, first = self._local_shape_and_first_row()
+        shape, first = self._shape_and_first_row
         return work[first : first + shape[0]] if self.p.ndim else work
 
     def local_part(self, state: Mapping[str, Any]) -> dict[str, Any]:
         """This rank's part of a whole parameter's state."""
-        shape, first = self._local_shape_and_first_row()
+        shape, first = self._shape_and_first_row
         if self.whole or not self.p.ndim or tuple(self.p.shape) == shape:
             return dict(state)
         rows, in_row = shape[0], self._in_row
@@ -361,36 +381,3 @@ def redistributed_as(x: Any, p: Any) -> Tensor:
         return x
     redistributed: Tensor = x.redistribute(placements=p.placements)
     return redistributed
-
-
-def all_reduce(batches: Sequence[Batch], sums: Sequence[Tensor]) -> None:
-    """Add up the shards' sums of all batches, in one collective call for each process group."""
-    levels = max((len(groups) for batch in batches for groups in batch.shards), default=0)
-    for level in range(levels):
-        rows: dict[tuple[Any, str], list[tuple[Tensor, Tensor | None]]] = {}
-        for batch, total in zip(batches, sums, strict=True):
-            for groups, index in batch.shards.items():
-                if level < len(groups):
-                    rows.setdefault(groups[level], []).append((total, index))
-        for (group, device), found in rows.items():
-            _add_up(group, device, found)
-
-
-def _add_up(group: Any, device: str, found: list[tuple[Tensor, Tensor | None]]) -> None:
-    (total, index), *others = found
-    if not others and index is None and total.device.type == device:
-        dist.all_reduce(total, group=group)
-        return
-    parts = [total if index is None else total[index] for total, index in found]
-    devices = [part.device for part in parts]
-    together = next((d for d in devices if d.type == device), torch.device(device))
-    buffer = torch.cat([part.flatten().to(together) for part in parts])
-    dist.all_reduce(buffer, group=group)
-    at = 0
-    for (total, index), part in zip(found, parts, strict=True):
-        piece = buffer[at : at + part.numel()].to(total.device).view(part.shape)
-        at += part.numel()
-        if index is None:
-            total.copy_(piece)
-        else:
-            total[index] = piece

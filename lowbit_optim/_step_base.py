@@ -9,16 +9,17 @@ import torch
 from torch import Tensor
 
 from lowbit_optim_kernels import dispatch, dither
-from lowbit_optim_kernels.batch import Batch, Slot, batches_of, memory_of, note_order
+from lowbit_optim_kernels.batch import Batch, Slot, batches_of, note_order
 from lowbit_optim_kernels.engines.registry import ENGINES
 from lowbit_optim_kernels.formats import parts_of
 from lowbit_optim_kernels.formats.float32 import FLOAT32
 from lowbit_optim_kernels.formats.layout import Layout
+from lowbit_optim_kernels.overlaps import memory_of
 from lowbit_optim_kernels.rules import Rule
 from lowbit_optim_kernels.step_plan import StepPlan, stand_in, too_many
 from lowbit_optim_kernels.weights import RESIDUAL_KEY
 
-from . import _gradients, _sharding
+from . import _gradients, _sharding, _sums
 from ._checkpoint_base import CheckpointBase, steppable
 from ._gathering import GatheredCopies
 from ._settings import Resolved
@@ -87,7 +88,7 @@ class StepBase(CheckpointBase):
                 self.state.update(plan.new_states)
 
         sharded = any(batch.shards for _, batch in steps)
-        all_reduce = _sharding.all_reduce if sharded else None
+        all_reduce = _sums.all_reduce if sharded else None
         for together in _in_turn(steps):
             batches = [batch for _, batch in together]
             dispatch.step(batches, all_reduce=all_reduce, ready=keep_states)
@@ -128,11 +129,12 @@ class StepBase(CheckpointBase):
         And those of `kept`, with a stand-in for the gradient that they have not.
         """
         for p in dict.fromkeys(group["params"]):  # one that is listed twice is stepped once
+            held = _sharding.local(p)
             if p.grad is None:
-                if p in kept and self._may_wait(p, group):
-                    yield p, stand_in(p), dispatch.engine_for(p).name
+                if p in kept and self._may_wait(p, held, group):
+                    yield p, _sharding.local(stand_in(p)), dispatch.engine_for(held).name
                 continue
-            engine = dispatch.engine_for(_sharding.local(p))
+            engine = dispatch.engine_for(held)
             if group["fused"] and engine.name == "torch":
                 raise RuntimeError(f"fused=True, but the engine is 'torch': {engine.reason}")
             yield p, _gradients.checked(p, type(self).__name__), engine.name
@@ -170,13 +172,21 @@ class StepBase(CheckpointBase):
         known = {(p.device, p.dtype) for p in (*present, *last.params)}
         return {p for p in waiting if p in self.state and (p.device, p.dtype) in known}
 
-    def _may_wait(self, p: Tensor, group: Mapping[str, Any]) -> bool:
-        """Whether a plan can have a parameter without a gradient, and its state as it is."""
-        if type(p) not in _sharding.PLAIN_TYPES or not p.is_contiguous() or p.is_neg():
+    def _may_wait(self, p: Tensor, held: Tensor, group: Mapping[str, Any]) -> bool:
+        """Whether a plan can have a parameter without a gradient, and its state as it is.
+
+        Without a collective call, as it may be another rank's plan that has it.
+        """
+        if type(held) not in _sharding.PLAIN_TYPES or not held.is_contiguous() or held.is_neg():
             return False
-        if not ENGINES[dispatch.engine_for(p).name].takes_mixed_batches:
+        if not ENGINES[dispatch.engine_for(held).name].takes_mixed_batches:
             return False
-        return fits(self.state[p], self._stored(p, group, self.state[p]))
+        share, state = self._share(p, group), self.state[p]
+        if share is not None:
+            if share.whole or not share.holds(state):
+                return False
+            state, group = _sharding.unwrapped(state), share.settings_for_shard(group)
+        return fits(state, self._stored(held, group, state))
 
     @steppable()
     def _new_plan(

@@ -17,7 +17,7 @@ from torch.testing._internal.two_tensor import TwoTensor
 
 import lowbit_optim
 import sharded
-from lowbit_optim import _sharding
+from lowbit_optim import _sums
 from lowbit_optim_kernels.batch import Batch, Slot
 from lowbit_optim_kernels.formats.float32 import FLOAT32
 from lowbit_optim_kernels.rules import sgd
@@ -163,7 +163,7 @@ def test_sums_beside_those_of_whole_tensors_are_found_by_numbers_on_the_device(m
     ranks = (("ranks", "cpu"),)
     batches = [batch_of(ranks, (), ranks), batch_of(ranks)]
     sums = [torch.arange(6.0).view(3, 2), torch.ones(1, 2)]
-    _sharding.all_reduce(batches, sums)
+    _sums.all_reduce(batches, sums)
     assert [total.tolist() for total in sums] == [[[0, 10], [2, 3], [40, 50]], [[10, 10]]]
     (some,), (all_of_them,) = (batch.shards.values() for batch in batches)
     assert some.device == x.device

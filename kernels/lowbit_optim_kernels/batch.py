@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache, cached_property
 from types import MappingProxyType
@@ -13,6 +13,7 @@ from torch import Tensor
 
 from .engines.registry import ENGINES
 from .formats import Format, parts_of
+from .overlaps import memory_of, overlaps, turns_of
 from .rules import Moment, Rule
 from .weights import PLAIN, RESIDUAL_KEY, Weights, as_integers
 
@@ -244,9 +245,17 @@ class Batch:
 
         Their numbers are on the device: indexing by a list would have each step wait for its copy.
         """
+        return self._shards_but(frozenset())
+
+    @property
+    def stepped_shards(self) -> dict[ProcessGroups, Tensor | None]:
+        """Those that are stepped: another rank may have a plan without what has no gradient."""
+        return self._shards_but(self.missing) if self.missing else self.shards
+
+    def _shards_but(self, missing: frozenset[int]) -> dict[ProcessGroups, Tensor | None]:
         found: dict[ProcessGroups, list[int]] = {}
         for i, slot in enumerate(self.slots):
-            if slot.groups:
+            if slot.groups and i not in missing:
                 found.setdefault(slot.groups, []).append(i)
         every = len(self.slots)
         return {
@@ -301,37 +310,6 @@ class Batch:
         self.tensors, self.bound = None, False
 
 
-def memory_of(x: Tensor) -> tuple[int, int]:
-    """The addresses at which a tensor's elements begin and end; both 0 if there are none."""
-    start = x.data_ptr()
-    if not (start and x.numel()):
-        return 0, 0
-    if x.is_contiguous():  # as nearly all are, and the sum below takes a microsecond
-        return start, start + x.nbytes
-    last = sum((n - 1) * stride for n, stride in zip(x.shape, x.stride(), strict=True))
-    return start, start + (last + 1) * x.element_size()
-
-
-def _sharing(slots: Iterable[tuple[int, Slot]]) -> Iterator[tuple[int, int]]:
-    """The numbers, the lower first, of every two slots that share a parameter's memory."""
-    each = ((*slot.memory, i) for i, slot in slots)
-    spans = sorted(span for span in each if span[0] < span[1])
-    for k, (_, end, i) in enumerate(spans):
-        for m in range(k + 1, len(spans)):
-            start, _, j = spans[m]
-            if start >= end:
-                break
-            yield min(i, j), max(i, j)
-
-
-def _turns(slots: Sequence[Slot]) -> list[int]:
-    """For each slot how many before it, one after the other, have memory of its parameter's."""
-    turns = [0] * len(slots)
-    for i, j in sorted(_sharing(enumerate(slots)), key=lambda pair: pair[1]):
-        turns[j] = max(turns[j], 1 + turns[i])
-    return turns
-
-
 def batches_of(
     rule: Rule, slots: Sequence[tuple[Slot, str, int]], captured: list[Any]
 ) -> list[Batch]:
@@ -340,7 +318,7 @@ def batches_of(
     Of slots that share parameters' memory each comes a turn later than the one before it.
     """
     found: dict[tuple[Any, ...], list[tuple[Slot, int]]] = {}
-    turns = _turns([slot for slot, _, _ in slots])
+    turns = turns_of([slot.memory for slot, _, _ in slots])
     for (slot, engine, part), turn in zip(slots, turns, strict=True):
         own = None if ENGINES[engine].takes_mixed_batches else part
         found.setdefault((turn, slot.p.device, engine, own), []).append((slot, part))
@@ -361,8 +339,8 @@ def note_order(batches: Sequence[Batch]) -> None:
     if all(batch.reused and batch.noted == order for batch in batches):
         return
     places = [(k, place) for k, batch in enumerate(batches) for place in range(len(batch.slots))]
-    slots = (slot for batch in batches for slot in batch.slots)
-    pairs = [(places[i], places[j]) for i, j in _sharing(enumerate(slots))]
+    memories = [slot.memory for batch in batches for slot in batch.slots]
+    pairs = [(places[i], places[j]) for i, j in overlaps(memories)]
     later = {j for (i, _), (j, _) in pairs if i != j}
     sharing = {one for pair in pairs for one in pair}
     for k, batch in enumerate(batches):

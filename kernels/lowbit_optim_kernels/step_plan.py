@@ -14,6 +14,7 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor
+from torch.nn import Parameter
 
 from .batch import ACCESS_BYTES, NO_GRADIENT, Batch, Slot, StepTensors
 from .engines.registry import ENGINES
@@ -31,7 +32,8 @@ def too_many(missing: int, present: int) -> bool:
 
 def stand_in(p: Tensor) -> Tensor:
     """A tensor in place of a gradient that is missing; it is never read."""
-    return p.detach()
+    plain = type(p) in (Tensor, Parameter)
+    return p.detach() if plain else p  # a DTensor, which takes long to detach
 
 
 class Locals(Protocol):
@@ -278,11 +280,8 @@ class StepPlan:
 
     def can_leave_out(self) -> bool:
         """Whether some of its parameters can be left out of a step."""
-        return (
-            not self.staged
-            and self.held is self.params
-            and all(ENGINES[batch.engine].takes_mixed_batches for batch in self.batches)
-        )
+        mixed = all(ENGINES[batch.engine].takes_mixed_batches for batch in self.batches)
+        return mixed and not self.staged
 
     def take_gradients(
         self, found: list[Tensor | None], state: Mapping[Tensor, dict[str, Any]]
