@@ -59,7 +59,7 @@ class LARS(TrustOptimizer):
                        = never                       zero_norm "zero"
             tau = 1 if degenerate else trust_coefficient P / D   (0 if D == 0)
             zero_norm "skip_wd" and degenerate: wd = 0
-            trust_clip: tau = min(tau / lr, 1)
+            else, with trust_clip: tau = min(tau / lr, 1)
         inner, outer = (tau, lr)      scale_at "grad"
                      = (1, lr tau)    scale_at "update"
                      = (lr tau, 1)    scale_at "lr"
