@@ -55,7 +55,9 @@ class CheckpointBase(StateBase):
 
         Beside torch's `state` and `param_groups` it has `lowbit_optim`: the format version and the
         optimizer's family. An 8-bit moment `<key>` is uint8 codes of the parameter's shape, with
-        its fp32 scales in `<key>_absmax`, or in `<key>_scale` in the formats `ratio8` and `ratio4`.
+        its scales beside it: in `<key>_absmax`, in fp32, or, in the formats `ratio8` and `ratio4`,
+        in `<key>_scale`, in fp32 for a square and in bf16 else. The codes of `ratio4` are those of
+        both moments, under `exp_avg_and_sq`.
 
         Raises:
             ValueError: if `state` has a parameter that is in no parameter group.

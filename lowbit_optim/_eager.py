@@ -101,8 +101,8 @@ class EagerOptimizer(LowBitOptimizer):
 
     Args:
         defaults: the groups' settings; `max_unorm` need not be among them.
-        args: object whose `optim_bits`, `min_8bit_size` and `percentile_clipping` replace these
-            arguments where present; its `max_unorm` must be 0.
+        args: object or dict whose `optim_bits`, `min_8bit_size` and `percentile_clipping` replace
+            these arguments where present; its `max_unorm` must be 0.
         foreach: must not be True; the tensors are stepped one at a time with torch operators, with
             temporaries of a tensor's size in fp32.
         capturable: must be False; the host decides in every step what to do.

@@ -105,7 +105,7 @@ class ScheduleFreeAdamW(LowBitOptimizer):
         super().add_param_group(param_group)
 
     def state_dict(self) -> dict[str, Any]:
-        """The state of every optimizer's state dict.
+        """The state dict, as every optimizer has one, with the mode in `train_mode` of its groups.
 
         Raises:
             ValueError: as every optimizer's.

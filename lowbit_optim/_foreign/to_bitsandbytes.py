@@ -38,7 +38,8 @@ def to_bitsandbytes_state_dict(optimizer: LowBitOptimizer, layout: str = "flat")
     which bitsandbytes keeps in the signed code. State of 32 bits is fp32.
 
     bitsandbytes' groups do not have `optim_bits`, `min_8bit_size`, `max_unorm` and
-    `percentile_clipping`: give them to its constructor.
+    `percentile_clipping`: give them to its constructor. Bits of bf16 weights that
+    `master_weight_bits` keeps are left out; `master_weights` gives the weights with them.
 
     Args:
         optimizer: `Adam`, `AdamW`, `LAMB`, `AdEMAMix`, `SGD`, `LARS`, `Lion`, `RMSprop` or

@@ -23,7 +23,8 @@ def to_torch_state_dict(optimizer: LowBitOptimizer) -> dict[str, Any]:
 
     Moments are fp32 numbers (fp64 of fp64 parameters), whatever they are stored as here; of 32-bit
     state it is the same state to the bit. Settings are this optimizer's, but for `foreach`,
-    `fused`, `capturable` and `differentiable`, which have torch's defaults.
+    `fused`, `capturable` and `differentiable`, which have torch's defaults. Bits of bf16 weights
+    that `master_weight_bits` keeps are left out; `master_weights` gives the weights with them.
 
     Args:
         optimizer: `SGD`, `Adam`, `AdamW`, `RMSprop` or `Adagrad`, of any width; not changed.
