@@ -159,6 +159,21 @@ def test_trains_like_its_namesake(name):
     plain.load_state_dict(mine.state_dict())
 
 
+@pytest.mark.parametrize("name", [name for name in NAMES if "Adam" in name and "W" not in name])
+def test_adam_decouples_weight_decay_as_there(name):
+    """Under the names of torch's Adam alone it is added to the gradient."""
+    options = {"lr": 0.01, "weight_decay": 0.1, "min_8bit_size": 1}
+    coupled = {**options, "decoupled_weight_decay": False}
+    for mine, twin in (
+        (built(name, **options), namesake(name.replace("Adam", "AdamW"))),
+        (built(name, **coupled), namesake(name)),
+    ):
+        other = train(twin(parameters(), **options), 3)
+        train(mine, 3)
+        for p, q in zip(*(o.param_groups[0]["params"] for o in (mine, other)), strict=True):
+            assert torch.equal(p, q)
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_a_wrong_keyword_is_named_with_the_class(name):
     cls = getattr(ours.optim, name)

@@ -42,13 +42,16 @@ def bitsandbytes_arguments(
             here is accepted and means the class's own width, as in bitsandbytes.
     """
 
+    silent = {*SWITCHES, "optim_bits"}  # which say nothing unless they are given
+    settings = {k: v for k, v in defaults.items() if k not in silent and v is not REQUIRED}
+
     def fix(cls: T) -> T:
         def construct(build: Callable[..., None], given: dict[str, Any], _: str) -> None:
             switches = {key: given.pop(key) for key in SWITCHES if key in given}
             _checks.optim_bits(given.get("optim_bits"))
             if "optim_bits" in defaults and given.get("optim_bits") == defaults["optim_bits"]:
                 del given["optim_bits"]
-            build(**given)
+            build(**{**settings, **given})
             _warn_once(cls, switches, paged)
 
         return constructor(cls, defaults, without, construct)

@@ -2,7 +2,8 @@
 
 Every class is a subclass of its namesake in `lowbit_optim`, whose docstring has the equations. Its
 arguments differ in little: `SGD` has no default `lr`, the 8-bit classes of Adam and AdamW have
-`optim_bits=32`, which means nothing there, and LAMB has `block_wise=False`. Only here are the paged
+`optim_bits=32`, which means nothing there, LAMB has `block_wise=False`, and Adam decouples its
+weight decay as AdamW does: `decoupled_weight_decay=False` is torch's Adam. Only here are the paged
 classes and `PytorchLARS`.
 """
 
@@ -31,12 +32,12 @@ class Adagrad32bit(_adagrad.Adagrad32bit, Bitsandbytes):
     """`lowbit_optim.Adagrad32bit` with bitsandbytes' arguments."""
 
 
-@bitsandbytes_arguments()
+@bitsandbytes_arguments(decoupled_weight_decay=True)
 class Adam(_adam.Adam, Bitsandbytes):
     """`lowbit_optim.Adam` with bitsandbytes' arguments."""
 
 
-@bitsandbytes_arguments(optim_bits=32)
+@bitsandbytes_arguments(optim_bits=32, decoupled_weight_decay=True)
 class Adam8bit(_adam.Adam8bit, Bitsandbytes):
     """`lowbit_optim.Adam8bit` with bitsandbytes' arguments.
 
@@ -45,7 +46,7 @@ class Adam8bit(_adam.Adam8bit, Bitsandbytes):
     """
 
 
-@bitsandbytes_arguments()
+@bitsandbytes_arguments(decoupled_weight_decay=True)
 class Adam32bit(_adam.Adam32bit, Bitsandbytes):
     """`lowbit_optim.Adam32bit` with bitsandbytes' arguments."""
 
