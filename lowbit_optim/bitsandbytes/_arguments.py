@@ -39,11 +39,11 @@ def bitsandbytes_arguments(
         paged: whether it is one of the paged classes, whose state is not paged here.
         without: arguments that bitsandbytes' class lacks.
         defaults: defaults that are not the optimizer's; `REQUIRED` for none. An `optim_bits` given
-            here is accepted and means the class's own width, as in bitsandbytes.
+            here is accepted and means the class's own width, as in bitsandbytes; `block_wise` is
+            warned of only where it is passed.
     """
-
-    silent = {*SWITCHES, "optim_bits"}  # which say nothing unless they are given
-    settings = {k: v for k, v in defaults.items() if k not in silent and v is not REQUIRED}
+    unsaid = {*SWITCHES, "optim_bits"}  # unless they are given
+    settings = {k: v for k, v in defaults.items() if k not in unsaid and v is not REQUIRED}
 
     def fix(cls: T) -> T:
         def construct(build: Callable[..., None], given: dict[str, Any], _: str) -> None:
