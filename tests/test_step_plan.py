@@ -301,6 +301,22 @@ def test_another_engine_is_taken(reused):
     assert reused == [[False], [True], [False], [False]]
 
 
+@pytest.mark.filterwarnings("ignore:Sparse CSR tensor support")
+@pytest.mark.parametrize("layout", ["to_sparse", "to_sparse_csr"])
+def test_what_a_user_keeps_beside_the_state_may_be_sparse(layout):
+    """Plans looked for its address when the step had been taken."""
+    made = []
+    for kept in ({}, {"mask": getattr(torch.eye(100), layout)()}):
+        optimizer = train(lowbit_optim.AdamW8bit(parameters(), min_8bit_size=1), 1)
+        p, _ = all_parameters(optimizer)
+        optimizer.state[p].update(kept)
+        train(optimizer, 3, first=1)
+        made.append(p.detach())
+        assert optimizer.state[p]["step"] == 4
+        assert kept.items() <= optimizer.state[p].items()
+    assert torch.equal(*made)
+
+
 def test_a_parameter_listed_twice_is_stepped_once():
     made = []
     for copies in (1, 2):

@@ -110,7 +110,7 @@ class States:
         each = [state[p] for p in params]
         values = all_values(each)
         self._ids, large = ids_of(values), list(_places_of_largest(each))
-        plain = [place for place, x in enumerate(values) if type(x) is Tensor]
+        plain = [place for place, x in enumerate(values) if type(x) is Tensor and _is_strided(x)]
         self._looked_at: list[int] | None = None  # all
         if len(plain) < len(values):
             wrapped = (place for place in large if type(values[place]) is not Tensor)
@@ -162,11 +162,16 @@ class States:
         return each
 
 
+def _is_strided(x: Any) -> bool:
+    """Whether a value is a tensor with an address, as a sparse one that a user keeps has none."""
+    return isinstance(x, Tensor) and x.layout == torch.strided
+
+
 def _places_of_largest(each: Iterable[dict[str, Any]]) -> Iterator[int]:
     """Where the largest tensor of each state is among all values."""
     before = 0
     for state in each:
-        sizes = [x.nbytes if isinstance(x, Tensor) else -1 for x in state.values()]
+        sizes = [x.nbytes if _is_strided(x) else -1 for x in state.values()]
         if max(sizes, default=-1) >= 0:
             yield before + sizes.index(max(sizes))
         before += len(sizes)
