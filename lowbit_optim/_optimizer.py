@@ -168,6 +168,7 @@ class LowBitOptimizer(StepBase):
 
     def _settings_of(self, index: int) -> _settings.Resolved:
         group = self.param_groups[index]
+        index %= len(self.param_groups)  # which may be counted from the end
         return self._settings.resolved_for(index, group, self._needed, self._check_settings)
 
     # torch.optim.Optimizer's protocol.
