@@ -169,6 +169,16 @@ def test_what_is_written_does_not_follow_the_default_dtype(write):
         torch.set_default_dtype(torch.float32)
 
 
+def test_counts_for_torch_do_not_follow_the_default_device():
+    optimizer = build("Adagrad", params_of([(5,)]))
+    torch.set_default_device("meta")
+    try:
+        written = to_torch_state_dict(optimizer)
+    finally:
+        torch.set_default_device(None)
+    assert written["state"][0]["step"].device.type == "cpu"
+
+
 @pytest.mark.parametrize("write", [to_torch_state_dict, to_bitsandbytes_state_dict])
 def test_groups_share_one_numbering(write):
     p, q, r = params_of([(5,), (6,), (7,)])

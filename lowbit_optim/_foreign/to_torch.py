@@ -74,7 +74,7 @@ def _state(optimizer: LowBitOptimizer, member: Member) -> dict[str, Any]:
     elif optimizer.family == "Adagrad":  # torch's has state from the start
         start = member.settings["initial_accumulator_value"]
         state["sum"] = torch.full_like(member.p, start, memory_format=torch.preserve_format)
-        steps = torch.zeros((), dtype=STEP_DTYPE)
+        steps = torch.zeros((), dtype=STEP_DTYPE, device="cpu")
     else:
         return state
     if optimizer.family != "SGD":  # torch's counts no steps
