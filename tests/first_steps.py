@@ -20,8 +20,8 @@ import numba
 import torch
 
 import lowbit_optim
-from lowbit_optim_kernels import dispatch
 from lowbit_optim_kernels.engines.numba import cache as numba_cache
+from lowbit_optim_kernels.engines.registry import NUMBA
 
 
 def numbers(optimizer):
@@ -43,7 +43,7 @@ def make(name):
 
 
 # What torch and Numba load when they are first used is loaded here, once for all forks.
-dispatch.load_engine("numba")
+assert NUMBA.code
 numba.njit(lambda x: x + 1.0)(1.0)
 make("SGD32bit")
 

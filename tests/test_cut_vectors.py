@@ -34,7 +34,7 @@ def stepped(engine, device, cuts, origin, bits):
     batch = Batch(RULE, slots, p.device, engine, hyper=[HYPER])
     batch.note_addresses()
     for _ in range(2):
-        run = ENGINES[engine].load().start(batch)
+        run = ENGINES[engine].code.start(batch)
         run.begin()
         run.finish()
     pieces = [(slot.p, *slot.state, *filter(torch.is_tensor, [slot.residual])) for slot in slots]

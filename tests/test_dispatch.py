@@ -215,7 +215,7 @@ print({"numba", "llvmlite", "triton"} & (set(sys.modules) - before))
 
 def test_an_engine_is_one_record(monkeypatch):
     """It is the choice for its devices, can be asked for, refuses with a reason, and steps."""
-    torch_engine, started = dispatch.load_engine("torch"), []
+    torch_engine, started = engines.TORCH.code, []
     module = types.ModuleType("toy_engine")
     module.start = lambda batch: started.append(batch) or torch_engine.start(batch)
     monkeypatch.setitem(sys.modules, "toy_engine", module)
@@ -258,22 +258,19 @@ def test_a_refusal_says_whether_to_warn(monkeypatch, warn):
 @pytest.mark.parametrize("method", ["begin", "finish"])
 def test_an_exception_inside_an_engine_propagates(monkeypatch, method):
     """It is never turned into a run on another engine."""
-    engine = dispatch.load_engine("numba")
 
     def fail(self):
         raise ZeroDivisionError("inside the engine")
 
-    monkeypatch.setattr(engine.NumbaRun, method, fail)
+    monkeypatch.setattr(engines.NUMBA.code.NumbaRun, method, fail)
     with pytest.raises(ZeroDivisionError, match="inside the engine"):
         train(lowbit_optim.AdamW8bit(parameters()), 1)
 
 
 def test_an_engine_that_does_not_import_propagates(monkeypatch):
-    def fail(name):
-        raise ImportError("a broken installation of numba")
-
-    monkeypatch.setattr(dispatch, "load_engine", fail)
-    with pytest.raises(ImportError, match="broken installation"):
+    broken = dataclasses.replace(engines.NUMBA, module="a_module_that_is_missing")
+    monkeypatch.setitem(engines.ENGINES, "numba", broken)
+    with pytest.raises(ImportError, match="a_module_that_is_missing"):
         train(lowbit_optim.AdamW8bit(parameters()), 1)
 
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import lowbit_optim
-from lowbit_optim_kernels import dispatch
+from lowbit_optim_kernels.engines.registry import ENGINES
 from protocol import (
     CLASSES,
     ONE_PER_CLASS,
@@ -91,7 +91,7 @@ def test_memory_that_was_freed(case, steps, what):
 def compiled(name):
     if name == "triton":
         pytest.importorskip("triton")
-    return dispatch.load_engine(name)
+    return ENGINES[name].code
 
 
 RUNS = {"torch": "TorchRun", "numba": "NumbaRun", "triton": "TritonRun"}

@@ -8,7 +8,6 @@ import torch
 import cases
 import lowbit_optim
 from lowbit_optim import _step_base
-from lowbit_optim_kernels import dispatch
 from lowbit_optim_kernels.batch import Batch, Slot, note_order
 from lowbit_optim_kernels.engines import registry
 from lowbit_optim_kernels.formats.float32 import FLOAT32
@@ -136,7 +135,8 @@ def test_an_interrupt_takes_back_the_counts_of_what_it_counted(engine, device, m
     groups = [{"params": params[:2]}, {"params": params[2:], "maximize": True}]
     optimizer = train(lowbit_optim.AdamW8bit(groups, min_8bit_size=1), 2)
     before, calls = snapshot(optimizer), []
-    run = type(dispatch.load_engine(engine).start(next(iter(optimizer.plans.values())).batches[0]))
+    batch = next(iter(optimizer.plans.values())).batches[0]
+    run = type(registry.ENGINES[engine].code.start(batch))
     begin = run.begin
 
     def interrupted(self):

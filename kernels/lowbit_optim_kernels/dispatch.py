@@ -12,7 +12,6 @@ import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -118,11 +117,6 @@ def readable(g: Tensor, engine: str) -> Tensor:
     return g if dtypes is None or g.dtype in dtypes else g.float()
 
 
-def load_engine(name: str) -> Any:
-    """The engine's module; Numba and Triton are imported when first needed."""
-    return ENGINES[name].load()
-
-
 def encode(unit: Unit, values: Sequence[Tensor], shape: torch.Size) -> dict[str, Tensor]:
     """Tensors of a unit's parts, by key, rounded to nearest; the given ones of an exact format.
 
@@ -139,7 +133,7 @@ def encode(unit: Unit, values: Sequence[Tensor], shape: torch.Size) -> dict[str,
         for part in unit.parts
     ]
     values = [x.detach().resolve_neg().contiguous() for x in values]
-    load_engine(engine_for(values[0]).name).encode(unit, values, layout, out)
+    ENGINES[engine_for(values[0]).name].code.encode(unit, values, layout, out)
     return {part.key: x for part, x in zip(unit.parts, out, strict=True)}
 
 
@@ -158,7 +152,7 @@ def decode(
         return [x.to(dtype) for x in stored]
     layout = Layout.of(shape, unit.format.block)
     out = [torch.empty(shape, dtype=dtype, device=stored[0].device) for _ in unit.moments]
-    load_engine(engine_for(out[0]).name).decode(unit, stored, layout, out)
+    ENGINES[engine_for(out[0]).name].code.decode(unit, stored, layout, out)
     return out
 
 
@@ -182,7 +176,7 @@ def step(
     for batch in batches:
         if batch.tables is None or not ENGINES[batch.engine].by_address:
             batch.bind()
-    runs: list[Run] = [load_engine(batch.engine).start(batch) for batch in batches]
+    runs: list[Run] = [ENGINES[batch.engine].code.start(batch) for batch in batches]
     if ready is not None:
         ready()
     counted: list[Run] = []

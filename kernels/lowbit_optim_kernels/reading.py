@@ -42,9 +42,8 @@ def ids_of(objects: Collection[Any]) -> bytes:
     return np.fromiter(objects, object, len(objects)).tobytes()
 
 
-def same_objects(a: Iterable[Any], b: Sequence[Any]) -> bool:
+def same_objects(a: Sequence[Any], b: Sequence[Any]) -> bool:
     """Whether two sequences hold the same objects; tensors are not compared by value."""
-    a = list(a)
     return len(a) == len(b) and all(map(is_, a, b))
 
 

@@ -89,12 +89,9 @@ class Engine:
             return Refusal(f"the {self.name} engine computes in fp32 and does not take {dtype}")
         return self.declines(device, dtype)
 
-    def load(self) -> Any:
-        """Its module."""
-        return self._module
-
     @cached_property
-    def _module(self) -> Any:
+    def code(self) -> Any:
+        """Its module; Numba and Triton are imported when it is first needed."""
         return importlib.import_module(self.module, __package__)
 
 
