@@ -86,17 +86,17 @@ class Resolved(dict[str, Any]):
     """A group's settings as numbers.
 
     Attributes:
-        storage: the rule that is run with them and how state is stored, once a step has worked it
-            out.
+        worked_out: what a step has made of them that depends neither on lr nor on `params`, for all
+            that differ in these.
     """
 
-    storage: tuple[Any, ...] | None = None
+    def __init__(self, settings: Any, worked_out: dict[str, Any] | None = None) -> None:
+        super().__init__(settings)
+        self.worked_out: dict[str, Any] = {} if worked_out is None else worked_out
 
     def having(self, key: str, value: Any) -> Resolved:
-        """These settings with another lr or other `params`, on which `storage` does not depend."""
-        changed = Resolved(self, **{key: value})
-        changed.storage = self.storage
-        return changed
+        """These settings with another lr or other `params`."""
+        return Resolved({**self, key: value}, self.worked_out)
 
 
 def resolved(group: Mapping[str, Any]) -> Resolved:

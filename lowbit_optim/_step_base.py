@@ -22,7 +22,6 @@ from lowbit_optim_kernels.weights import RESIDUAL_KEY
 from . import _gradients, _sharding, _sums
 from ._checkpoint_base import CheckpointBase, steppable
 from ._gathering import GatheredCopies
-from ._settings import Resolved
 from ._state_layout import fits
 
 # Settings by which state is stored, code is compiled and an engine is chosen.
@@ -111,11 +110,10 @@ class StepBase(CheckpointBase):
         """
         alike: list[tuple[tuple, dict[Any, Mapping[str, Any]]]] = []
         for key, part in parts:
-            storage = getattr(part, "storage", None)
-            if storage is None:
-                storage = self._step_rule(part), *map(part.get, STORAGE_AND_ENGINE)
-                if isinstance(part, Resolved):
-                    part.storage = storage
+            known: dict[str, Any] = getattr(part, "worked_out", {})  # of overridden ones nothing
+            if "storage" not in known:
+                known["storage"] = self._step_rule(part), *map(part.get, STORAGE_AND_ENGINE)
+            storage = known["storage"]
             if not alike or storage != alike[-1][0]:
                 alike.append((storage, {}))
             alike[-1][1][key] = part
