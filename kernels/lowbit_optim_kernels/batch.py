@@ -356,9 +356,12 @@ class Run(Protocol):
     The sums are handed out between `reduce` and `combine` so that a caller who holds only a shard
     of each tensor can add up the shards of all of them in one all-reduce. Of whole tensors an
     engine may keep them to itself, and has no `phases` then: `finish` does it all.
+
+    `wrote` says whether a parameter or a moment may have been; else a step that fails is uncounted.
     """
 
     phases: int
+    wrote: bool
 
     def begin(self) -> None:
         """Count the step and compute the per-tensor values that need no reduction."""
@@ -371,6 +374,3 @@ class Run(Protocol):
 
     def finish(self) -> None:
         """Write parameters and moments."""
-
-    def cancel(self) -> None:
-        """Take the count of `begin` back: the step will not be finished."""

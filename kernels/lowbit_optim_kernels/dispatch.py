@@ -179,23 +179,23 @@ def step(
     runs: list[Run] = [ENGINES[batch.engine].code.start(batch) for batch in batches]
     if ready is not None:
         ready()
-    counted: list[Run] = []
+    counted: list[tuple[Batch, Run]] = []
     try:
-        for run in runs:
+        for batch, run in zip(batches, runs, strict=True):
             run.begin()
-            counted.append(run)
+            counted.append((batch, run))
         for phase in range(max((run.phases for run in runs), default=0)):
-            pairs = zip(batches, runs, strict=True)
-            active = [(batch, run) for batch, run in pairs if phase < run.phases]
+            active = [(batch, run) for batch, run in counted if phase < run.phases]
             sums = [run.reduce(phase) for _, run in active]
             if all_reduce is not None:
                 all_reduce([batch for batch, _ in active], sums)
             for (_, run), total in zip(active, sums, strict=True):
                 run.combine(phase, total)
         for run in runs:
-            counted.remove(run)  # from here on its parameters may have been written
             run.finish()
+            counted.pop(0)
     except BaseException:
-        for run in counted:
-            run.cancel()
+        for batch, run in counted:
+            if not run.wrote:
+                batch.uncount()
         raise

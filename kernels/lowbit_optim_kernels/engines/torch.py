@@ -250,7 +250,7 @@ class TorchRun:
             for name, value in batch.hyper[0].items()
         }
         self.live = None if batch.found_inf is None else batch.found_inf.to(self.device) == 0
-        self.wrote = False  # anything of a parameter or its moments
+        self.wrote = False
 
     def _count(self) -> None:
         counts = self.batch.counts
@@ -258,9 +258,6 @@ class TorchRun:
             torch._foreach_add_(counts, 1)
         else:
             torch._foreach_add_(counts, [self.live.to(counts[0].dtype)] * len(counts))
-
-    def cancel(self) -> None:
-        self.batch.uncount()
 
     def begin(self) -> None:
         batch, slots = self.batch, self.batch.slots
@@ -293,14 +290,6 @@ class TorchRun:
         # A step that an AMP scaler found to overflow leaves everything as it was.
         if self.live is not None and not bool(self.live):
             return
-        try:
-            self._write_all()
-        except BaseException:
-            if not self.wrote:
-                self.cancel()
-            raise
-
-    def _write_all(self) -> None:
         rule = self.batch.rule
         for i, slot in enumerate(self.batch.slots):
             units_of = self._units(slot)

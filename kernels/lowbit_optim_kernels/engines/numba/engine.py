@@ -39,6 +39,7 @@ class NumbaRun:
         whole = not batch.shards and not batch.follows
         self.sweep = self.tables.sweep(torch.get_num_threads(), whole)
         self.phases = len(self.sweep.parts) - 1
+        self.wrote = False
 
     def begin(self) -> None:
         scale = -1.0 if self.batch.maximize else 1.0
@@ -57,12 +58,10 @@ class NumbaRun:
     def finish(self) -> None:
         if not self.live:
             return
+        self.wrote = True
         self.sweep.run(-1)
         if self.batch.rule.kept():
             self._per_tensor("keep")
-
-    def cancel(self) -> None:
-        self.batch.uncount()
 
     def _per_tensor(self, name: str, sums: np.ndarray | None = None) -> None:
         at = 0 if sums is None else sums.ctypes.data

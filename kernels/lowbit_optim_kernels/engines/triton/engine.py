@@ -142,7 +142,7 @@ class TritonRun:
         self.phases = len(batch.rule.phases)
         self.device = batch.device
         self.ptx = takes_ptx(self.device)
-        self.wrote = False  # whether any parameter may have been
+        self.wrote = False
         clips = "gscale" in batch.rule.scalars()
         self.scaled = batch.maximize or batch.grad_scale is not None or clips
         with _on(self.device):
@@ -213,14 +213,9 @@ class TritonRun:
             )  # fmt: skip
 
     def finish(self) -> None:
-        try:
-            guarded = self.batch.found_inf is not None or bool(self.batch.missing)
-            self._pass("update", GUARDED=guarded)
-            self._keep()
-        except BaseException:  # while a kernel was compiled
-            if not self.wrote:
-                self.cancel()
-            raise
+        guarded = self.batch.found_inf is not None or bool(self.batch.missing)
+        self._pass("update", GUARDED=guarded)  # while whose kernel is compiled nothing is written
+        self._keep()
 
     def _keep(self) -> None:
         """Store what lasts, if the rule has it."""
@@ -231,9 +226,6 @@ class TritonRun:
             self.kernels.keep[self._per_tensor_grid(LANES)](
                 tables.address, tables.scalars, tables.count, **OPTIONS
             )
-
-    def cancel(self) -> None:
-        self.batch.uncount()
 
 
 def start(batch: Batch) -> TritonRun:
