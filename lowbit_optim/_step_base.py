@@ -35,6 +35,18 @@ STORAGE_AND_ENGINE = (
 SETTLED = 3
 
 
+class _InCommon(NamedTuple):
+    """What parts of groups that are stepped together have in common.
+
+    Attributes:
+        rule: what is run.
+        settings: the values of STORAGE_AND_ENGINE.
+    """
+
+    rule: Rule
+    settings: tuple[Any, ...]
+
+
 class _Member(NamedTuple):
     """A parameter of a new step plan.
 
@@ -69,9 +81,9 @@ class StepBase(CheckpointBase):
         """
         alike = self._alike(parts)
         plans: dict[Any, StepPlan] = {}
-        for storage, members in alike:
+        for in_common, members in alike:
             key = tuple(members)
-            plans[key] = self._plan(storage, list(members.values()), last.get(key))
+            plans[key] = self._plan(in_common, list(members.values()), last.get(key))
         for (key, plan), (_, members) in zip(plans.items(), alike, strict=True):
             self._set_values(plan, list(members.values()))
             plan.take_tables(last.get(key))
@@ -103,19 +115,17 @@ class StepBase(CheckpointBase):
 
     def _alike(
         self, parts: list[tuple[Any, Mapping[str, Any]]]
-    ) -> list[tuple[tuple, dict[Any, Mapping[str, Any]]]]:
-        """Runs of neighbouring parts that differ in hyperparameters at most, by their keys.
-
-        Each with its `storage`: the rule that is run, and the settings STORAGE_AND_ENGINE.
-        """
-        alike: list[tuple[tuple, dict[Any, Mapping[str, Any]]]] = []
+    ) -> list[tuple[_InCommon, dict[Any, Mapping[str, Any]]]]:
+        """Runs of neighbouring parts that differ in hyperparameters at most, by their keys."""
+        alike: list[tuple[_InCommon, dict[Any, Mapping[str, Any]]]] = []
         for key, part in parts:
             known: dict[str, Any] = getattr(part, "worked_out", {})  # of overridden ones nothing
-            if "storage" not in known:
-                known["storage"] = self._step_rule(part), *map(part.get, STORAGE_AND_ENGINE)
-            storage = known["storage"]
-            if not alike or storage != alike[-1][0]:
-                alike.append((storage, {}))
+            if "in_common" not in known:
+                settings = tuple(map(part.get, STORAGE_AND_ENGINE))
+                known["in_common"] = _InCommon(self._step_rule(part), settings)
+            in_common = known["in_common"]
+            if not alike or in_common != alike[-1][0]:
+                alike.append((in_common, {}))
             alike[-1][1][key] = part
         return alike
 
@@ -138,17 +148,17 @@ class StepBase(CheckpointBase):
             yield p, _gradients.checked(p, type(self).__name__), engine.name
 
     def _plan(
-        self, storage: tuple, groups: list[Mapping[str, Any]], last: StepPlan | None
+        self, in_common: _InCommon, groups: list[Mapping[str, Any]], last: StepPlan | None
     ) -> StepPlan:
         """The step plan of parts that are alike: the last step's if it holds, else a new one."""
         listed = [p for group in groups for p in group["params"]]
         form = (
-            storage, dispatch.request(), self._numbers.version,
+            in_common, dispatch.request(), self._numbers.version,
             tuple(len(group["params"]) for group in groups),
             self._amp_tensor("grad_scale") is None, self._amp_tensor("found_inf") is None,
         )  # fmt: skip
         if last is None or not last.is_for(form, listed):
-            return self._new_plan(storage[0], form, listed, groups, set())
+            return self._new_plan(in_common.rule, form, listed, groups, set())
         found = _gradients.gradients_of(listed)
         for plan in filter(None, (last, last.wider)):
             if plan.take_gradients(found, self.state):
@@ -159,7 +169,7 @@ class StepBase(CheckpointBase):
         kept: set[Tensor] = set()
         if settled >= SETTLED and last.can_leave_out():
             kept = self._to_keep(waiting, present, last)
-        plan = self._new_plan(storage[0], form, listed, groups, kept)
+        plan = self._new_plan(in_common.rule, form, listed, groups, kept)
         plan.settled, plan.wider = settled, last.wider_than(present)
         return plan
 
