@@ -36,7 +36,7 @@ def _rows(rows: int, sizes: Sequence[int]) -> list[int]:
     return shares
 
 
-def _all_gathered(x: Tensor, group: Any) -> Tensor:
+def all_gathered(x: Tensor, group: Any) -> Tensor:
     """The ranks' tensors, one after the other."""
     if is_wrapper(type(x)):  # of what it wraps, torch.distributed's own call waits for one tensor
         ops = torch.ops._c10d_functional
@@ -132,7 +132,7 @@ class _Gathering:
         if device.type != self.mesh.device_type:  # whose processes may have no backend for it
             buffer = buffer.to(self.mesh.device_type)
         for i in reversed(self.dims):
-            buffer = _all_gathered(buffer, self.mesh.get_group(i))
+            buffer = all_gathered(buffer, self.mesh.get_group(i))
         ranks = buffer.to(device).view(len(self.lengths), -1)
         pieces = [row.split(each) for row, each in zip(ranks, self.lengths, strict=True)]
         by_shape = zip(self.alike, zip(*pieces, strict=True), strict=False)  # padding comes last

@@ -11,6 +11,13 @@ from torch import Tensor
 
 from lowbit_optim_kernels.batch import Batch
 
+from ._gathering import all_gathered
+from ._sharding import PLAIN_TYPES
+
+# Bytes of all ranks' sums, at most, that they are gathered by gloo to be added up here. Its own
+# all-reduce of some kilobytes takes twice the time, and many times where a rank has one core.
+MOST_GATHERED = 1 << 20
+
 
 def all_reduce(batches: Sequence[Batch], sums: Sequence[Tensor]) -> None:
     """Add up the shards' sums of all batches, in one collective call for each process group."""
@@ -28,13 +35,13 @@ def all_reduce(batches: Sequence[Batch], sums: Sequence[Tensor]) -> None:
 def _add_up(group: Any, device: str, found: list[tuple[Tensor, Tensor | None]]) -> None:
     (total, index), *others = found
     if not others and index is None and total.device.type == device:
-        dist.all_reduce(total, group=group)
+        _add_up_in_place(total, group)
         return
     parts = [total if index is None else total[index] for total, index in found]
     devices = [part.device for part in parts]
     together = next((d for d in devices if d.type == device), torch.device(device))
     buffer = torch.cat([part.flatten().to(together) for part in parts])
-    dist.all_reduce(buffer, group=group)
+    _add_up_in_place(buffer, group)
     at = 0
     for (total, index), part in zip(found, parts, strict=True):
         piece = buffer[at : at + part.numel()].to(total.device).view(part.shape)
@@ -43,3 +50,12 @@ def _add_up(group: Any, device: str, found: list[tuple[Tensor, Tensor | None]]) 
             total.copy_(piece)
         else:
             total[index] = piece
+
+
+def _add_up_in_place(x: Tensor, group: Any) -> None:
+    gloo = x.device.type == "cpu" and "cpu:gloo" in str(dist.get_backend_config(group))
+    if not gloo or group.size() * x.nbytes > MOST_GATHERED or type(x) not in PLAIN_TYPES:
+        dist.all_reduce(x, group=group)
+        return
+    ranks = all_gathered(x.flatten(), group).view(group.size(), *x.shape)
+    torch.sum(ranks, 0, out=x)

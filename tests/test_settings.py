@@ -146,19 +146,6 @@ def test_a_list_is_followed_when_it_changes_in_place():
     assert identical(snapshot(followed)["params"], snapshot(told)["params"])
 
 
-def test_a_group_that_is_counted_from_the_end_is_the_same_group():
-    """Its bits have been changed, so that its format no longer counts."""
-    for last in (1, -1):
-        groups = [{"params": [p]} for p in parameters()]
-        optimizer = ADAMW(groups, state_format="ratio8")
-        optimizer.param_groups[1]["optim_bits"] = 32
-        assert optimizer.rule(last) == optimizer.rule(1)
-        assert optimizer.moments(last) == optimizer.moments(1)
-        assert optimizer.param_groups[1]["state_format"] is None
-    with pytest.raises(IndexError):
-        optimizer.rule(2)
-
-
 def refused_by_a_step(optimizer, name):
     """Whether a step refuses its settings by name; nothing has changed then."""
     give_gradients(all_parameters(optimizer), 9)

@@ -186,3 +186,16 @@ def test_groups_that_share_memory_are_stepped_in_their_order(engine, device):
             g = (-p.grad if own.get("maximize") else p.grad) + 0.5 * part
             part -= own["lr"] * g
     torch.testing.assert_close(flat, want, rtol=1e-6, atol=1e-6)
+
+
+def test_a_group_that_is_counted_from_the_end_is_the_same_group():
+    """Its bits have been changed, so that its format no longer counts."""
+    for last in (1, -1):
+        groups = [{"params": [p]} for p in parameters()]
+        optimizer = lowbit_optim.AdamW8bit(groups, state_format="ratio8")
+        optimizer.param_groups[1]["optim_bits"] = 32
+        assert optimizer.rule(last) == optimizer.rule(1)
+        assert optimizer.moments(last) == optimizer.moments(1)
+        assert optimizer.param_groups[1]["state_format"] is None
+    with pytest.raises(IndexError):
+        optimizer.rule(2)

@@ -8,7 +8,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 
 import lowbit_optim
 import sharded
-from lowbit_optim import _sharding, _step_base
+from lowbit_optim import _sharding, _step_base, _sums
 from protocol import identical
 
 pytestmark = pytest.mark.timeout(120)
@@ -87,3 +87,24 @@ def specs_of_gradients(rank, world, folder):
 
 def test_gradients_with_specs_of_their_own_are_known_again(tmp_path):
     sharded.run(1, specs_of_gradients, str(tmp_path))
+
+
+def sums_of_gloo(rank, world, folder):
+    """Gathered or not, every rank has the same."""
+    generator = torch.Generator().manual_seed(rank)
+    own = torch.randn(1000, 2, generator=generator, dtype=torch.float64)
+    found = []
+    for most in (_sums.MOST_GATHERED, 0):
+        _sums.MOST_GATHERED, total = most, own.clone()
+        _sums._add_up(torch.distributed.group.WORLD, "cpu", [(total, None)])
+        found.append(total)
+    torch.testing.assert_close(*found)
+    assert not torch.equal(found[0], own)
+    least, largest = found[0].clone(), found[0].clone()
+    torch.distributed.all_reduce(least, op=torch.distributed.ReduceOp.MIN)
+    torch.distributed.all_reduce(largest, op=torch.distributed.ReduceOp.MAX)
+    assert torch.equal(least, largest)
+
+
+def test_small_sums_are_gathered_by_gloo_to_the_same_bits_on_all_ranks(tmp_path):
+    sharded.run(3, sums_of_gloo, str(tmp_path))
