@@ -9,7 +9,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import WeakTensorKeyDictionary
@@ -17,7 +16,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from lowbit_optim_kernels.batch import ProcessGroups
 from lowbit_optim_kernels.devices import current_stream, scalar_dtype
 
-from . import _checks, _sharding
+from . import _checks, _sharding, _sums
 from ._optimizer import LowBitOptimizer, require_own
 from ._settings import PREVIOUS_NORM
 
@@ -310,7 +309,7 @@ class ReleasedGradients:
             there = square.clone()
             for group, device in groups:
                 there = there.to(device)
-                dist.all_reduce(there, group=group)
+                _sums.add_up(there, group)
             total = total + there.to(square.device)
         self._squares = {}
         norm = total.sqrt()

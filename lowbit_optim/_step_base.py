@@ -140,7 +140,7 @@ class StepBase(CheckpointBase):
             held = _sharding.local(p)
             if p.grad is None:
                 if p in kept and self._may_wait(p, held, group):
-                    yield p, _sharding.local(stand_in(p)), dispatch.engine_for(held).name
+                    yield p, stand_in(held), dispatch.engine_for(held).name
                 continue
             engine = dispatch.engine_for(held)
             if group["fused"] and engine.name == "torch":

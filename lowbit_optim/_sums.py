@@ -29,19 +29,19 @@ def all_reduce(batches: Sequence[Batch], sums: Sequence[Tensor]) -> None:
                 if level < len(groups):
                     rows.setdefault(groups[level], []).append((total, index))
         for (group, device), found in rows.items():
-            _add_up(group, device, found)
+            _add_up_rows(group, device, found)
 
 
-def _add_up(group: Any, device: str, found: list[tuple[Tensor, Tensor | None]]) -> None:
+def _add_up_rows(group: Any, device: str, found: list[tuple[Tensor, Tensor | None]]) -> None:
     (total, index), *others = found
     if not others and index is None and total.device.type == device:
-        _add_up_in_place(total, group)
+        add_up(total, group)
         return
     parts = [total if index is None else total[index] for total, index in found]
     devices = [part.device for part in parts]
     together = next((d for d in devices if d.type == device), torch.device(device))
     buffer = torch.cat([part.flatten().to(together) for part in parts])
-    _add_up_in_place(buffer, group)
+    add_up(buffer, group)
     at = 0
     for (total, index), part in zip(found, parts, strict=True):
         piece = buffer[at : at + part.numel()].to(total.device).view(part.shape)
@@ -52,7 +52,8 @@ def _add_up(group: Any, device: str, found: list[tuple[Tensor, Tensor | None]]) 
             total[index] = piece
 
 
-def _add_up_in_place(x: Tensor, group: Any) -> None:
+def add_up(x: Tensor, group: Any) -> None:
+    """Add up the tensors of a group's ranks, in place."""
     gloo = x.device.type == "cpu" and "cpu:gloo" in str(dist.get_backend_config(group))
     if not gloo or group.size() * x.nbytes > MOST_GATHERED or type(x) not in PLAIN_TYPES:
         dist.all_reduce(x, group=group)

@@ -96,7 +96,7 @@ def sums_of_gloo(rank, world, folder):
     found = []
     for most in (_sums.MOST_GATHERED, 0):
         _sums.MOST_GATHERED, total = most, own.clone()
-        _sums._add_up(torch.distributed.group.WORLD, "cpu", [(total, None)])
+        _sums.add_up(total, torch.distributed.group.WORLD)
         found.append(total)
     torch.testing.assert_close(*found)
     assert not torch.equal(found[0], own)
