@@ -13,9 +13,9 @@ known wherever a shard begins.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import cache, cached_property
+from functools import cache, cached_property, partial
 from operator import attrgetter, is_
 from typing import Any
 
@@ -25,11 +25,11 @@ from torch import Tensor
 from lowbit_optim_kernels.batch import WEIGHT_BLOCK, ProcessGroups, Slot
 from lowbit_optim_kernels.formats import Format, units
 from lowbit_optim_kernels.formats.layout import Layout
+from lowbit_optim_kernels.reading import PLAIN_TYPES
 from lowbit_optim_kernels.rules import Moment
 from lowbit_optim_kernels.rules.shared import NORMS
 from lowbit_optim_kernels.weights import RESIDUAL_KEY, as_integers
 
-PLAIN_TYPES = {Tensor, torch.nn.Parameter}
 _LOCAL, _SPEC = attrgetter("_local_tensor"), attrgetter("_spec")
 
 
@@ -54,33 +54,33 @@ class Locals:
     """What this rank holds of parameters, of their gradients and of their states."""
 
     def __init__(self, params: list[Any]) -> None:
-        self._params, self._types = params, {*map(type, params)}
-        sharded = all(map(_is_dtensor_class, self._types))
+        types = {*map(type, params)}
+        self._params, self._plain = params, types <= PLAIN_TYPES
+        sharded = all(map(_is_dtensor_class, types))
         self._specs = list(map(_SPEC, params)) if sharded else []
         self._placed = self._specs  # specs of gradients that were found to be placed as these
 
     def __call__(self, gradients: list[Any]) -> tuple[list[Any], list[Any]] | None:
         """This rank's tensors of parameters and gradients; the lists themselves if all are plain.
 
-        None if a gradient is not a DTensor where its parameter is one, or not placed as that is,
-        and if what this rank holds of one is no plain tensor.
+        None if a gradient is not a DTensor where its parameter is one, or not placed as that is.
         """
-        types = {*map(type, gradients)}
-        if types <= PLAIN_TYPES and self._types <= PLAIN_TYPES:  # nothing that takes time
+        if self._plain and PLAIN_TYPES.issuperset(map(type, gradients)):  # takes no time
             return self._params, gradients
-        if self._specs and all(map(_is_dtensor_class, types)):
-            if not self._are_placed(list(map(_SPEC, gradients))):
+        if self._specs:
+            try:
+                placed = self._are_placed(list(map(_SPEC, gradients)))
+            except AttributeError:  # of one that is no DTensor
                 return None
-            its = list(map(_LOCAL, gradients))  # (types of what is held a plan compares anyway)
-            plain = PLAIN_TYPES.issuperset(map(type, its))
-            return (list(map(_LOCAL, self._params)), its) if plain else None
+            return (
+                (list(map(_LOCAL, self._params)), list(map(_LOCAL, gradients))) if placed else None
+            )
         pairs = list(zip(gradients, self._params, strict=True))
         if not all(has_placements_of(g, p) for g, p in pairs if is_dtensor(p)):
             return None
         if any(is_dtensor(g) for g, p in pairs if not is_dtensor(p)):
             return None
-        held, its = list(map(local, self._params)), list(map(local, gradients))
-        return (held, its) if PLAIN_TYPES.issuperset(map(type, [*held, *its])) else None
+        return list(map(local, self._params)), list(map(local, gradients))
 
     def _are_placed(self, specs: list[Any]) -> bool:
         """Whether gradients' specs say what the parameters' do: mostly they are the same objects.
@@ -95,23 +95,8 @@ class Locals:
         self._placed = specs
         return True
 
-    @staticmethod
-    def tensors_of(values: list[Any]) -> Callable[[list[Any]], list[Tensor]]:
-        """A function that finds this rank's tensors among values of the same types."""
-        types = list(map(type, values))
-        if PLAIN_TYPES.issuperset(types):
-            return lambda values: values
-        of_dtensors = {cls for cls in {*types} if _is_dtensor_class(cls)}
-        sharded = [k for k, cls in enumerate(types) if cls in of_dtensors]
-        others = ((k, cls) for k, cls in enumerate(types) if cls not in of_dtensors)
-        plain = [k for k, cls in others if issubclass(cls, Tensor)]
-
-        def found(values: list[Any]) -> list[Tensor]:
-            shards = map(_LOCAL, [values[k] for k in sharded])
-            return [*shards, *(values[k] for k in plain)]
-
-        return found
-
+    wraps = staticmethod(is_dtensor)
+    all_of = staticmethod(partial(map, _LOCAL))
     one = staticmethod(local)
 
 

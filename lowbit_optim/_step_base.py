@@ -15,6 +15,7 @@ from lowbit_optim_kernels.formats import parts_of
 from lowbit_optim_kernels.formats.float32 import FLOAT32
 from lowbit_optim_kernels.formats.layout import Layout
 from lowbit_optim_kernels.overlaps import memory_of
+from lowbit_optim_kernels.reading import PLAIN_TYPES
 from lowbit_optim_kernels.rules import Rule
 from lowbit_optim_kernels.step_plan import StepPlan, stand_in, too_many
 from lowbit_optim_kernels.weights import RESIDUAL_KEY
@@ -185,7 +186,7 @@ class StepBase(CheckpointBase):
 
         Without a collective call, as it may be another rank's plan that has it.
         """
-        if type(held) not in _sharding.PLAIN_TYPES or not held.is_contiguous() or held.is_neg():
+        if type(held) not in PLAIN_TYPES or not held.is_contiguous() or held.is_neg():
             return False
         if not ENGINES[dispatch.engine_for(held).name].takes_mixed_batches:
             return False

@@ -10,9 +10,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lowbit_optim_kernels.batch import Batch
+from lowbit_optim_kernels.reading import PLAIN_TYPES
 
 from ._gathering import all_gathered
-from ._sharding import PLAIN_TYPES
 
 # Bytes of all ranks' sums, at most, that they are gathered by gloo to be added up here. Its own
 # all-reduce of some kilobytes takes twice the time, and many times where a rank has one core.

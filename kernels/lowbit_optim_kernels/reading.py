@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from itertools import chain
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from itertools import chain, compress
 from operator import attrgetter, eq, is_
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from .batch import ACCESS_BYTES
+
+PLAIN_TYPES = {Tensor, torch.nn.Parameter}
+_BYTES = attrgetter("nbytes")
 
 
 def _guards(tensors: Sequence[Tensor]) -> Callable[..., bool]:
@@ -83,13 +86,19 @@ def alignments_of(addresses: Iterable[int]) -> list[int]:
     return [address % ACCESS_BYTES for address in addresses]
 
 
-# Given values, a function that finds this rank's tensors of other values of the same types.
-TensorsOf = Callable[[list[Any]], Callable[[list[Any]], list[Tensor]]]
-
-
 def all_values(each: Iterable[dict[str, Any]]) -> list[Any]:
     """What all states hold, one after the other."""
     return list(chain.from_iterable(map(dict.values, each)))
+
+
+class Unwrapping(Protocol):
+    """How to get at the tensors of values that wrap one each, such as a rank's shards."""
+
+    def wraps(self, value: Any) -> bool:
+        """Whether a value does."""
+
+    def all_of(self, values: Iterable[Any]) -> Iterable[Tensor]:
+        """The tensors of values that do."""
 
 
 class States:
@@ -103,31 +112,35 @@ class States:
     """
 
     def __init__(
-        self, params: list[Tensor], state: Mapping[Tensor, dict[str, Any]], tensors_of: TensorsOf
+        self, params: list[Tensor], state: Mapping[Tensor, dict[str, Any]], unwrapping: Unwrapping
     ) -> None:
-        self._params = params
+        self._params, self._unwrapping = params, unwrapping
         each = [state[p] for p in params]
-        values = all_values(each)
-        self._ids, large = ids_of(values), list(_places_of_largest(each))
-        plain = [place for place, x in enumerate(values) if type(x) is Tensor and _is_strided(x)]
-        self._looked_at: list[int] | None = None  # all
-        if len(plain) < len(values):
-            wrapped = (place for place in large if type(values[place]) is not Tensor)
-            self._looked_at = [*wrapped, *plain]
-        self._tensors = tensors_of(self._chosen(values))
-        number = {place: k for k, place in enumerate(self._chosen(range(len(values))))}
-        self._large = [number[place] for place in large]
+        values, largest = all_values(each), _are_largest(each)
+        pairs = list(zip(values, largest, strict=True))
+        self._ids = ids_of(values)
+        self._wrapped = [large and unwrapping.wraps(x) for x, large in pairs]
+        self._plain = [
+            _is_strided(x) and not unwrapping.wraps(x) and (large or type(x) is Tensor)
+            for x, large in pairs
+        ]
+        self._all_plain = all(self._plain)
+        self._large = self._chosen(largest, iter)
         self._addresses, self._sizes = self._look_at(values)
         self._note(state)
 
-    def _chosen(self, each: Any) -> Any:
-        """Those that are looked at."""
-        return each if self._looked_at is None else [each[place] for place in self._looked_at]
+    def _chosen(
+        self, each: list[Any], unwrapped: Callable[[Iterable[Any]], Iterable[Any]]
+    ) -> list[Any]:
+        """What is looked at, one of each value: first those of wrappers."""
+        if self._all_plain:
+            return each
+        return [*unwrapped(compress(each, self._wrapped)), *compress(each, self._plain)]
 
     def _look_at(self, values: list[Any]) -> tuple[list[int], list[int]]:
         """Addresses of tensors, and sizes of the largest."""
-        tensors = self._tensors(self._chosen(values))
-        return addresses_of(tensors), [tensors[k].nbytes for k in self._large]
+        tensors = self._chosen(values, self._unwrapping.all_of)
+        return addresses_of(tensors), list(map(_BYTES, compress(tensors, self._large)))
 
     def _note(self, state: Mapping[Tensor, dict[str, Any]]) -> None:
         """Note where the parameters are in the mapping: tensors take long to hash.
@@ -166,11 +179,11 @@ def _is_strided(x: Any) -> bool:
     return isinstance(x, Tensor) and x.layout == torch.strided
 
 
-def _places_of_largest(each: Iterable[dict[str, Any]]) -> Iterator[int]:
-    """Where the largest tensor of each state is among all values."""
-    before = 0
+def _are_largest(each: Iterable[dict[str, Any]]) -> list[bool]:
+    """Of all states' values which are the largest tensors of their states, or the first of them."""
+    found: list[bool] = []
     for state in each:
         sizes = [x.nbytes if _is_strided(x) else -1 for x in state.values()]
-        if max(sizes, default=-1) >= 0:
-            yield before + sizes.index(max(sizes))
-        before += len(sizes)
+        largest = sizes.index(max(sizes)) if max(sizes, default=-1) >= 0 else None
+        found += [place == largest for place in range(len(sizes))]
+    return found

@@ -7,18 +7,25 @@ addresses. So the last step's plan is used again if a few flat comparisons say t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import compress
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
-from torch.nn import Parameter
 
 from .batch import ACCESS_BYTES, NO_GRADIENT, Batch, Slot, StepTensors
 from .engines.registry import ENGINES
-from .reading import ReadSignature, States, addresses_of, alignments_of, same_objects
+from .reading import (
+    PLAIN_TYPES,
+    ReadSignature,
+    States,
+    Unwrapping,
+    addresses_of,
+    alignments_of,
+    same_objects,
+)
 
 # Parameters without a gradient for each one that has one, at most: to look at them all costs more
 # then than to make a plan of the few.
@@ -32,18 +39,14 @@ def too_many(missing: int, present: int) -> bool:
 
 def stand_in(p: Tensor) -> Tensor:
     """A tensor in place of a gradient that is missing; it is never read."""
-    plain = type(p) in (Tensor, Parameter)
-    return p.detach() if plain else p  # a DTensor, which takes long to detach
+    return p.detach() if type(p) in PLAIN_TYPES else p  # a DTensor, which takes long to detach
 
 
-class Locals(Protocol):
+class Locals(Unwrapping, Protocol):
     """What this rank holds of parameters, of their gradients and of their states."""
 
     def __call__(self, gradients: list[Any]) -> tuple[list[Any], list[Any]] | None:
         """Its tensors of parameters and gradients; None if that takes a closer look."""
-
-    def tensors_of(self, values: list[Any]) -> Callable[[list[Any]], list[Tensor]]:
-        """A function that finds its tensors among values of the same types."""
 
     def one(self, value: Any) -> Tensor:
         """Its tensor of a value."""
@@ -256,13 +259,18 @@ class StepPlan:
         return (params, gradients) if only_these else None
 
     def _take_snapshot(self, state: Mapping[Tensor, dict[str, Any]]) -> _Snapshot | None:
-        """None where a parameter is listed twice, or one or a gradient changed for a step."""
+        """None where a parameter is listed twice, or one or a gradient changed for a step.
+
+        And where one is in a wrapper, which may have to be waited for.
+        """
         copied = self._contiguous_copies()
         if copied is None or sum(self._in_plan) > len(self.params):
             return None
+        if not PLAIN_TYPES.issuperset(map(type, (*self.held, *self.gradients))):
+            return None
         self._addresses = addresses_of(self.gradients)
         return _Snapshot(
-            states=States(self.params, state, self.locals_of.tensors_of),
+            states=States(self.params, state, self.locals_of),
             addresses=addresses_of(self.held),
             held=ReadSignature(self.held),
             gradients=ReadSignature(self.gradients),
