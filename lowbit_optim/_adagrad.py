@@ -5,14 +5,18 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+import torch
 from torch import Tensor
 
+from lowbit_optim_kernels.formats import parts_of
 from lowbit_optim_kernels.rules import Rule
 from lowbit_optim_kernels.rules.adagrad import adagrad_rule
 
 from . import _bitsandbytes_arguments, _checks
 from ._arguments import documented, settings_of
+from ._gradients import is_left_alone
 from ._optimizer import LowBitOptimizer
+from ._sharding import local
 from ._variants import fixed_bits
 
 
@@ -40,10 +44,10 @@ class Adagrad(LowBitOptimizer):
         Optimization", JMLR 12 (2011).
 
     Where it differs: 32-bit state and results are torch.optim.Adagrad's, except that state is
-    created at the first step and sparse gradients are refused. bitsandbytes refuses `lr_decay`
-    and `initial_accumulator_value`; here both work, in 8 bits too. With `dither=False` a sum in 8
-    bits stops growing once a step adds less than half of what two codes differ by, at most 0.35 %
-    of its block's largest sum.
+    created at the first step, or by `share_memory`, and sparse gradients are refused. bitsandbytes
+    refuses `lr_decay` and `initial_accumulator_value`; here both work, in 8 bits too. With
+    `dither=False` a sum in 8 bits stops growing once a step adds less than half of what two codes
+    differ by, at most 0.35 % of its block's largest sum.
     """
 
     family = "Adagrad"
@@ -76,6 +80,26 @@ class Adagrad(LowBitOptimizer):
     ) -> None:
         _bitsandbytes_arguments.switches(block_wise)
         super().__init__(params, settings_of(locals()), args)
+
+    @torch.no_grad()
+    def share_memory(self) -> None:
+        """Move the moments into shared memory, for processes that train the same parameters.
+
+        State that does not exist yet is created. As in torch.optim.Adagrad, each process counts
+        its own steps.
+        """
+        for number in range(len(self.param_groups)):
+            for _, part in self._parts(number):
+                for p in part["params"]:
+                    if not is_left_alone(p):
+                        self._share_state(p, part)
+
+    def _share_state(self, p: Tensor, group: Mapping[str, Any]) -> None:
+        share = self._share(p, group)
+        stepped = p if share is None else share.stepped()
+        self.state[p] = self._state_of(p, stepped, group, share)
+        for part in parts_of(self._moments(group), self._format(p, group)):
+            local(self.state[p][part.key]).share_memory_()
 
     def _validate(self, group: Mapping[str, Any]) -> None:
         super()._validate(group)

@@ -113,6 +113,39 @@ print("same")
 
 @pytest.mark.slow
 @FORK
+def test_a_forked_child_steps_what_its_parent_has_not():
+    """By memory that they share. (A child that waits for OpenMP's threads is killed.)"""
+    script = """
+import signal, warnings
+warnings.simplefilter("ignore")
+torch.set_num_threads(2)
+torch.ones(1_000_000).add_(1)  # starts them
+make_one = lambda: lowbit_optim.Adagrad8bit([torch.nn.Parameter(torch.ones(5000))], lr=0.1)
+
+def step(optimizer):
+    p = optimizer.param_groups[0]["params"][0]
+    p.grad = torch.full_like(p, 2.0)
+    optimizer.step()
+    return p[0].item()
+
+optimizer, twin = make_one(), make_one()
+for p in optimizer.param_groups[0]["params"]:
+    p.share_memory_()
+optimizer.share_memory()
+child = os.fork()
+if child == 0:
+    signal.alarm(60)
+    step(optimizer)
+    os._exit(0)
+assert os.waitpid(child, 0)[1] == 0
+step(twin)
+assert step(optimizer) == step(twin)
+print("same")
+"""
+    assert run(script) == "same"
+
+
+@FORK
 def test_forks_while_another_thread_steps():
     """A lock that the other thread holds at the fork must not stay locked in the child."""
     script = """

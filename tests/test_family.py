@@ -351,3 +351,21 @@ def test_resume_is_bit_exact(name, bits):
         r.grad = g
         resumed.step()
     assert torch.equal(p, r)
+
+
+@BITS
+def test_adagrad_shares_its_sums_between_processes(bits):
+    """Also those that no step has made yet; and steps go on with what is shared."""
+    grads = [gradient(seed) for seed in range(3)]
+    p, _ = stepped("Adagrad", {}, grads, bits)
+    q, optimizer = stepped("Adagrad", {}, [], bits)
+    for g in grads:
+        optimizer.share_memory()
+        state = optimizer.state[q]
+        shared = {key: x.data_ptr() for key, x in state.items() if x.is_shared()}
+        assert shared.keys() == state.keys() - {"step"}
+        q.grad = g.to(q)
+        optimizer.step()
+        assert optimizer.state[q] is state
+        assert shared == {key: state[key].data_ptr() for key in shared}
+    assert torch.equal(p, q)
