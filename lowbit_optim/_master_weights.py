@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
@@ -65,7 +66,8 @@ def load_master_weights(
 
     Raises:
         ValueError, TypeError: for a weight that is missing, is none's, has another shape or is no
-            floating tensor; nothing has been changed then.
+            floating tensor, and for names that several parameters have; nothing has been changed
+            then.
 
     Example:
         >>> optimizer = AdamW8bit(model.bfloat16().parameters(), master_weight_bits=24)
@@ -74,12 +76,12 @@ def load_master_weights(
     require_own(optimizer, "load_master_weights")
     members = list(_named(optimizer))
     with agreeing([p for _, p, _ in members]):
-        given = _by_name(weights, [name for name, _, _ in members])
-        for name, p, _ in members:
-            _check_weight(name, given[name], p)
+        given = _in_order(weights, [name for name, _, _ in members])
+        for (name, p, _), weight in zip(members, given, strict=True):
+            _check_weight(name, weight, p)
     with steppable():
-        for name, p, group in members:
-            set_weight(optimizer, p, group, given[name])
+        for (_, p, group), weight in zip(members, given, strict=True):
+            set_weight(optimizer, p, group, weight)
             optimizer._restart_from_weight(p, group)
 
 
@@ -149,19 +151,24 @@ def _named(optimizer: LowBitOptimizer) -> Iterator[tuple[Name, Tensor, Mapping[s
             number += 1
 
 
-def _by_name(weights: Any, names: list[Name]) -> dict[Name, Tensor]:
-    """Weights by the parameters' names."""
+def _in_order(weights: Any, names: list[Name]) -> list[Any]:
+    """A weight for each parameter; `names` are theirs."""
     if isinstance(weights, Mapping):
         given = dict(weights)
         missing, extra = [n for n in names if n not in given], given.keys() - set(names)
         if missing or extra:
             which = f"lack {missing}" if missing else f"have {sorted(map(str, extra))} beside them"
             raise ValueError(f"weights must have one tensor for each parameter; they {which}")
-        return given
+        shared = [name for name, count in Counter(names).items() if count > 1]
+        if shared:
+            raise ValueError(
+                f"weights must be in order, not by name, as several parameters are called {shared}"
+            )
+        return [given[name] for name in names]
     _checks.several("weights", weights, "tensors, in order or by name")
     tensors = list(weights)
     if len(tensors) != len(names):
         raise ValueError(
             f"weights must have one tensor for each of {len(names)} parameters; got {len(tensors)}"
         )
-    return dict(zip(names, tensors, strict=True))
+    return tensors

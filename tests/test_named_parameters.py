@@ -1,0 +1,21 @@
+"""Parameters that an optimizer knows by names, which two groups may have in common."""
+
+import pytest
+import torch
+
+import lowbit_optim
+from lowbit_optim import load_master_weights, master_weights
+from protocol import identical
+
+
+def test_weights_in_order_are_each_parameters_own_whatever_it_is_called():
+    models = [torch.nn.Linear(3, 3) for _ in range(2)]
+    groups = [{"params": list(model.named_parameters())} for model in models]
+    optimizer = lowbit_optim.AdamW8bit(groups, lr=0.1)
+    params = [p for model in models for p in model.parameters()]
+    load_master_weights(optimizer, [torch.full_like(p, i) for i, p in enumerate(params)])
+    assert [p.unique().tolist() for p in params] == [[0.0], [1.0], [2.0], [3.0]]
+    before = [p.detach().clone() for p in params]
+    with pytest.raises(ValueError, match=r"in order, not by name, .* called \['weight', 'bias'\]"):
+        load_master_weights(optimizer, dict(master_weights(optimizer)))
+    assert identical([p.detach() for p in params], before)
