@@ -24,6 +24,7 @@ from . import _gradients, _sharding, _sums
 from ._checkpoint_base import CheckpointBase, steppable
 from ._gathering import GatheredCopies
 from ._state_layout import fits
+from ._tensor_checks import has_address
 
 # Settings by which state is stored, code is compiled and an engine is chosen.
 STORAGE_AND_ENGINE = (
@@ -195,7 +196,10 @@ class StepBase(CheckpointBase):
             if share.whole or not share.holds(state):
                 return False
             state, group = _sharding.unwrapped(state), share.settings_for_shard(group)
-        return fits(state, self._stored(held, group, state))
+        stored = self._stored(held, group, state)
+        return fits(state, stored) and all(
+            has_address(state[key]) or not state[key].numel() for key in stored
+        )
 
     @steppable()
     def _new_plan(

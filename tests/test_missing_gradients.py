@@ -297,3 +297,22 @@ def test_a_state_that_does_not_fit_is_left_alone(engine, device):
     present = [range(40), range(4, 20), range(20, 40), range(4, 40), range(3, 40)]
     (kept, _), (anew, _) = (steps_of_some(present, device, x, widen) for x in (False, True))
     assert identical(kept, anew)
+
+
+def test_a_state_without_memory_is_left_alone(engine, device):
+    """As where it is moved away for as long as its parameter is frozen."""
+    frozen = {}
+
+    def free(optimizer, t):
+        state = optimizer.state[optimizer.param_groups[0]["params"][3]]
+        storage = state["exp_avg"].untyped_storage() if state else None
+        if t == 1:
+            frozen["size"], frozen["codes"] = storage.nbytes(), state["exp_avg"].clone()
+            storage.resize_(0)
+        if t == 4:
+            storage.resize_(frozen["size"])
+            state["exp_avg"].copy_(frozen["codes"])
+
+    present = [range(40), range(4, 20), range(20, 40), range(4, 40), range(3, 40)]
+    (kept, _), (anew, _) = (steps_of_some(present, device, x, free) for x in (False, True))
+    assert identical(kept, anew)
