@@ -16,7 +16,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from lowbit_optim_kernels.batch import ProcessGroups
 from lowbit_optim_kernels.devices import current_stream, scalar_dtype
 
-from . import _checks, _sharding, _sums
+from . import _checks, _gradients, _sharding, _sums
 from ._optimizer import LowBitOptimizer, require_own
 from ._settings import PREVIOUS_NORM
 
@@ -283,9 +283,10 @@ class ReleasedGradients:
     ) -> dict[tuple[Any, ProcessGroups], Tensor]:
         """Squared norms of this step's gradients and of these, by who has the other shards."""
         squares, at = dict(self._squares), self._norm().device
+        name = type(self._optimizer).__name__
         for p in params:
             key = stream, _sharding.shard_groups(p)
-            its = _sharding.shard_of(p.grad, p)
+            its = _gradients.checked(p, name)
             square = torch.linalg.vector_norm(its, dtype=torch.float32)
             total = squares.get(key)
             square = square.to(at).to(scalar_dtype(at)) ** 2

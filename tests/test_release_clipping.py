@@ -209,3 +209,12 @@ def test_hooks_of_several_threads_run_one_at_a_time(monkeypatch):
     for net, other in zip(together, apart, strict=True):
         for p, q in zip(net.parameters(), other.parameters(), strict=True):
             torch.testing.assert_close(p, q, rtol=1e-5, atol=1e-7)
+
+
+@pytest.mark.parametrize("clip", [None, 1.0])
+def test_a_sparse_gradient_is_refused_by_the_optimizers_name(clip):
+    net = torch.nn.Embedding(10, 4, sparse=True)
+    optimizer = lowbit_optim.AdamW8bit(net.parameters())
+    release_gradients(optimizer, net, bucket_bytes=0, clip_previous_norm=clip)
+    with pytest.raises(RuntimeError, match="AdamW8bit does not support sparse gradients"):
+        net(torch.tensor([1, 2])).sum().backward()
