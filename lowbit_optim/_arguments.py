@@ -110,8 +110,9 @@ def constructor(
         construct: is handed the base's `__init__`, the arguments that were given, by name, and the
             name of the optimizer's class, which may be derived from this one.
         special: descriptions of arguments that mean something else than the base's.
-        fixed: those among `without` that may be given by name all the same, to `construct`, which
-            lets no other value pass than the one in `defaults` of an instance.
+        fixed: arguments that it does not have and that may be given by name all the same. They go
+            to `construct`, or from there to the base, which lets no other value pass than the one
+            in `defaults` of an instance.
     """
     target: Any = cls
     # Types, not their names: tools that build objects of a configuration look those up over here.

@@ -159,6 +159,19 @@ def test_trains_like_its_namesake(name):
     plain.load_state_dict(mine.state_dict())
 
 
+@pytest.mark.parametrize("name", sorted({*NAMES} - {"PytorchLARS"}))  # which has few arguments
+def test_defaults_make_another_one(name):
+    optimizer = built(name, lr=0.01, seed=3)
+    other = type(optimizer)(parameters(), **optimizer.defaults)
+    assert other.defaults == optimizer.defaults
+
+
+@pytest.mark.parametrize("name", ["Lion8bit", "PagedLion8bit"])
+def test_other_bits_are_refused_in_a_class_of_one_width(name):
+    with pytest.raises(ValueError, match=f"optim_bits must be 8 for {name}, got 32"):
+        built(name, optim_bits=32)
+
+
 @pytest.mark.parametrize("name", [name for name in NAMES if "Adam" in name and "W" not in name])
 def test_adam_decouples_weight_decay_as_there(name):
     """Under the names of torch's Adam alone it is added to the gradient."""

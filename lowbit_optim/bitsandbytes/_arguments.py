@@ -54,7 +54,9 @@ def bitsandbytes_arguments(
             build(**{**settings, **given})
             _warn_once(cls, switches, paged)
 
-        return constructor(cls, defaults, without, construct)
+        # Which classes of one width take by name, as they are asked for by an optimizer's defaults.
+        fixed = {"optim_bits", "state_format"} - inspect.signature(cls).parameters.keys()
+        return constructor(cls, defaults, without, construct, fixed=fixed)
 
     return fix
 
