@@ -14,7 +14,7 @@ from lowbit_optim_kernels.step_plan import StepPlan
 
 from . import _bitsandbytes_arguments, _checks, _gradients, _manager, _settings
 from ._parameter_numbers import ParameterNumbers
-from ._settings import COMMON_DEFAULTS, Settings, plain, resolved
+from ._settings import COMMON_DEFAULTS, WIDTH_AND_FORMAT, Settings, plain, resolved
 from ._step_base import StepBase
 
 # Plans of some parameters that are kept have at most so many for each that there is: those that are
@@ -65,7 +65,7 @@ class LowBitOptimizer(StepBase):
     def __init__(self, params: Any, defaults: dict[str, Any], args: Any = None) -> None:
         _bitsandbytes_arguments.replace_by_args(defaults, args)
         defaults = {**COMMON_DEFAULTS, **plain(defaults)}
-        own = {key: defaults.get(key) for key in ("optim_bits", "state_format")}
+        own = {key: defaults.get(key) for key in WIDTH_AND_FORMAT}
         _checks.optim_bits(own["optim_bits"])
         if own["optim_bits"] == 32:  # may be the default, which a state_format replaces
             del own["optim_bits"]

@@ -27,7 +27,7 @@ NON_SETTING_KEYS = ("params", PREVIOUS_NORM)
 _UNREAD = (*NON_SETTING_KEYS, "param_names")  # by a step
 # Settings that every group has, whether or not the class has arguments for them.
 COMMON_DEFAULTS = {"state_format": None, "dither": True, "seed": 0, "master_weight_bits": "auto"}
-_STORAGE = frozenset(("optim_bits", "state_format"))
+WIDTH_AND_FORMAT = ("optim_bits", "state_format")
 _PLAIN_TYPES = (float, int, bool, str, type(None))
 
 
@@ -151,8 +151,8 @@ def _require(index: int, group: Mapping[str, Any], needed: Set[str]) -> None:
 
 def _storage(index: int, group: Mapping[str, Any]) -> dict[str, Any]:
     """The settings of a group that say which format its moments are in."""
-    _require(index, group, _STORAGE)
-    stored = {key: as_number(group[key]) for key in ("optim_bits", "state_format")}
+    _require(index, group, {*WIDTH_AND_FORMAT})
+    stored = {key: as_number(group[key]) for key in WIDTH_AND_FORMAT}
     _checks.optim_bits(stored["optim_bits"])
     return stored
 

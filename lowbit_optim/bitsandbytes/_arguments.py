@@ -10,6 +10,7 @@ from .. import _bitsandbytes_arguments, _checks
 from .._arguments import constructor
 from .._manager import GlobalOptimManager
 from .._optimizer import LowBitOptimizer
+from .._settings import WIDTH_AND_FORMAT
 
 T = TypeVar("T", bound=type[LowBitOptimizer])
 
@@ -55,7 +56,7 @@ def bitsandbytes_arguments(
             _warn_once(cls, switches, paged)
 
         # Which classes of one width take by name, as they are asked for by an optimizer's defaults.
-        fixed = {"optim_bits", "state_format"} - inspect.signature(cls).parameters.keys()
+        fixed = {*WIDTH_AND_FORMAT} - inspect.signature(cls).parameters.keys()
         return constructor(cls, defaults, without, construct, fixed=fixed)
 
     return fix
