@@ -36,6 +36,7 @@ def master_weights(optimizer: LowBitOptimizer) -> Iterator[tuple[Name, Tensor]]:
 
     Raises:
         TypeError: for another optimizer.
+        ValueError: for a group that has names, but not one for each parameter.
 
     Example:
         >>> optimizer = AdamW8bit(model.bfloat16().parameters(), master_weight_bits=24)
@@ -143,8 +144,14 @@ def _named(optimizer: LowBitOptimizer) -> Iterator[tuple[Name, Tensor, Mapping[s
         settings: dict[Tensor, Mapping[str, Any]] = {}
         for _, part in optimizer._parts(index):
             settings.update(dict.fromkeys(part["params"], part))
-        names = group.get("param_names") or range(number, number + len(group["params"]))
-        for name, p in zip(names, group["params"], strict=True):
+        params = group["params"]
+        names = group.get("param_names") or range(number, number + len(params))
+        if len(names) != len(params):
+            raise ValueError(
+                f"parameter group {index} must have a name for each of its {len(params)} "
+                f"parameters; its 'param_names' are {len(names)}"
+            )
+        for name, p in zip(names, params, strict=True):
             if p not in seen and not is_left_alone(p):
                 seen.add(p)
                 yield name, p, settings[p]

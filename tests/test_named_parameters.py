@@ -19,3 +19,10 @@ def test_weights_in_order_are_each_parameters_own_whatever_it_is_called():
     with pytest.raises(ValueError, match=r"in order, not by name, .* called \['weight', 'bias'\]"):
         load_master_weights(optimizer, dict(master_weights(optimizer)))
     assert identical([p.detach() for p in params], before)
+
+
+def test_a_parameter_that_was_put_into_a_list_of_named_ones_by_hand():
+    optimizer = lowbit_optim.AdamW8bit(torch.nn.Linear(3, 3).named_parameters())
+    optimizer.param_groups[0]["params"].append(torch.nn.Parameter(torch.ones(2)))
+    with pytest.raises(ValueError, match="group 0 must have a name for each of its 3 parameters"):
+        list(master_weights(optimizer))
