@@ -14,8 +14,9 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 
+import lowbit_optim
 import torch_database
-from protocol import identical, snapshot
+from protocol import BITS, CLASSES, build, identical, snapshot
 from torch_database import RECORDS, inputs, record
 
 NAMED = pytest.mark.parametrize("named", [False, True], ids=["", "named"])
@@ -312,3 +313,23 @@ def test_step_pre_hook_may_change_the_arguments(name, bits):
     for optimizer in each_input(name, bits):
         optimizer.register_step_pre_hook(lambda self, args, kwargs: ((self, lambda: 7), {}))
         assert optimizer.step() == 7
+
+
+@pytest.mark.parametrize("engine", ["torch", "numba"])
+@CLASSES
+@BITS
+def test_the_dict_of_a_state_stays_the_same_one(case, bits, engine):
+    """As torch's: who looked at it before the first step, or changed a count, finds the next."""
+    with lowbit_optim.use_engine(engine):
+        params = [torch.nn.Parameter(torch.ones(300))]
+        optimizer = build(case, bits, params)
+        held = optimizer.state[params[0]]
+        for step in (1, 2):
+            params[0].grad = torch.ones(300)
+            optimizer.step()
+            assert held is optimizer.state[params[0]]
+            assert int(held["step"]) == step
+        held["step"] = torch.tensor(0.0)
+        optimizer.step()
+        assert held is optimizer.state[params[0]]
+        assert int(held["step"]) == 1
