@@ -145,6 +145,7 @@ print("same")
     assert run(script) == "same"
 
 
+@pytest.mark.slow
 @FORK
 def test_forks_while_another_thread_steps():
     """A lock that the other thread holds at the fork must not stay locked in the child."""
