@@ -95,11 +95,9 @@ class Adagrad(LowBitOptimizer):
                         self._share_state(p, part)
 
     def _share_state(self, p: Tensor, group: Mapping[str, Any]) -> None:
-        share = self._share(p, group)
-        stepped = p if share is None else share.stepped()
-        self.state[p] = self._state_of(p, stepped, group, share)
+        state = self._kept_state(p, group, self._share(p, group))
         for part in parts_of(self._moments(group), self._format(p, group)):
-            local(self.state[p][part.key]).share_memory_()
+            local(state[part.key]).share_memory_()
 
     def _validate(self, group: Mapping[str, Any]) -> None:
         super()._validate(group)

@@ -33,7 +33,7 @@ from ._arguments import documented
 from ._checkpoint_base import steppable
 from ._gathering import GatheredCopies
 from ._optimizer import LowBitOptimizer
-from ._state_layout import TensorSpec, as_held
+from ._state_layout import TensorSpec
 
 
 @dataclass
@@ -198,7 +198,7 @@ class EagerOptimizer(LowBitOptimizer):
         todo = [(p, g, part) for part in parts for p, g, _ in self._checked_gradients(part)]
         with steppable():
             states = {p: self._state_of(p, p, part, self._share(p, part)) for p, _, part in todo}
-        self.state.update(as_held(self.state, states))
+        self._keep_states(states)
         found_inf = self._amp_tensor("found_inf")
         # The only value ever read back, and only under a GradScaler, which for most of torch's
         # optimizers reads it back itself.

@@ -126,9 +126,7 @@ def set_weight(
         local.copy_(value)
         return
     share = optimizer._share(p, group)
-    stepped = p if share is None else share.stepped()
-    state = optimizer._state_of(p, stepped, group, share)
-    optimizer.state[p] = state
+    state = optimizer._kept_state(p, group, share)
     high, low = split(value, kept_as.extra, None)
     if share is not None and share.whole:
         _, low = split(_sharding.gathered(weight), kept_as.extra, None)

@@ -269,6 +269,23 @@ class StateBase(Optimizer):
             return self.state[p]
         return state if share is None else share.wrapped(state)
 
+    def _kept_state(
+        self, p: Tensor, group: Mapping[str, Any], share: Share | None
+    ) -> dict[str, Any]:
+        """A parameter's state, made and kept if there is none as wanted; see `_state_of`."""
+        stepped = p if share is None else share.stepped()
+        self._keep_states({p: self._state_of(p, stepped, group, share)})
+        return self.state[p]
+
+    def _keep_states(self, new: Mapping[Tensor, dict[str, Any]]) -> None:
+        """Keep new states, in the dicts that parameters have: others may hold them, as torch's."""
+        for p, its in new.items():
+            there = self.state.setdefault(p, its)
+            if list(its)[: len(there)] == list(there):
+                there.update(its)
+            else:  # some keys would go, and an interrupt leave a mixed state
+                self.state[p] = its
+
     def _local_state(
         self, p: Tensor, stepped: Tensor, group: Mapping[str, Any], share: Share | None
     ) -> tuple[dict[str, Any], bool]:

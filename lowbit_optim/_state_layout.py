@@ -69,24 +69,6 @@ def fits(state: Mapping[str, Any], layout: Mapping[str, TensorSpec]) -> bool:
     return not superfluous and all(spec.like(state.get(key)) for key, spec in layout.items())
 
 
-def as_held(
-    state: Mapping[Tensor, dict[str, Any]], new: Mapping[Tensor, dict[str, Any]]
-) -> dict[Tensor, dict[str, Any]]:
-    """New states, in the dicts that parameters have, which others may hold as torch keeps them.
-
-    One that would lose keys or their order is replaced: what interrupts a step leaves none mixed.
-    """
-    kept: dict[Tensor, dict[str, Any]] = {}
-    for p, its in new.items():
-        there = state.get(p)
-        if there is None or list(its)[: len(there)] != list(there):
-            kept[p] = its
-            continue
-        there.update(its)
-        kept[p] = there
-    return kept
-
-
 def format_of(group: Mapping[str, Any]) -> Format:
     """The format that a group's settings ask for; `optim_bits` alone means a format, too."""
     return FORMATS[group["state_format"] or OF_BITS[group["optim_bits"]]]

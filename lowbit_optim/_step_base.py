@@ -23,7 +23,7 @@ from lowbit_optim_kernels.weights import RESIDUAL_KEY
 from . import _gradients, _sharding, _sums
 from ._checkpoint_base import CheckpointBase, steppable
 from ._gathering import GatheredCopies
-from ._state_layout import as_held, fits
+from ._state_layout import fits
 from ._tensor_checks import has_address
 
 # Settings by which state is stored, code is compiled and an engine is chosen.
@@ -98,7 +98,7 @@ class StepBase(CheckpointBase):
 
         def keep_states() -> None:
             for plan in plans.values():
-                self.state.update(as_held(self.state, plan.new_states))
+                self._keep_states(plan.new_states)
 
         sharded = any(batch.shards for _, batch in steps)
         all_reduce = _sums.all_reduce if sharded else None
