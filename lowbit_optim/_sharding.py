@@ -101,10 +101,15 @@ class Locals:
 
 
 def check(p: Any, name: str) -> None:
-    """Raise a RuntimeError for a DTensor that cannot be stepped shard by shard."""
+    """Raise a RuntimeError for a DTensor that this process cannot step shard by shard."""
     from torch.distributed.tensor import Replicate, Shard
 
     where = f"{name}: a parameter of shape {tuple(p.shape)} is a DTensor"
+    if p.device_mesh.get_coordinate() is None:
+        raise RuntimeError(
+            f"{where} on {p.device_mesh}, which this process is not part of; leave the parameter "
+            "out of this process's optimizer"
+        )
     for placement in p.placements:
         if type(placement) not in (Replicate, Shard) or (
             isinstance(placement, Shard) and placement.dim != 0

@@ -3,6 +3,7 @@
 import faulthandler
 import os
 import re
+from contextlib import nullcontext
 from datetime import timedelta
 from pathlib import Path
 
@@ -19,7 +20,7 @@ from torch.distributed.checkpoint.state_dict import (
     set_optimizer_state_dict,
     set_state_dict,
 )
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import (
     CPUOffloadPolicy,
     FullyShardedDataParallel,
@@ -295,6 +296,14 @@ def refused(rank, world, folder):
     said = r"AdamW8bit: a .* DTensor on meta, but its mesh is of cpu devices"
     with lowbit_optim.use_engine("torch"), pytest.raises(RuntimeError, match=said):
         lowbit_optim.AdamW8bit([elsewhere]).step()
+    alone = DeviceMesh("cpu", [0])  # which the other ranks are not part of
+    p_alone = torch.nn.Parameter(distribute_tensor(torch.ones(4, 6), alone, [Shard(0)]))
+    p_alone.grad = distribute_tensor(torch.ones(4, 6), alone, [Shard(0)])
+    optimizer = lowbit_optim.LAMB8bit([p_alone])
+    said = r"LAMB8bit: a .* on DeviceMesh.*, which this process is not part of; leave"
+    with pytest.raises(RuntimeError, match=said) if rank else nullcontext():
+        optimizer.step()
+    assert len(optimizer.state) == (rank == 0)
     plain = torch.nn.Parameter(torch.ones(4, 6))
     for cls in (lowbit_optim.Cain, lowbit_optim.LearnedGradient):
         plain.grad = torch.ones(4, 6)
