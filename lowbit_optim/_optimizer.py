@@ -169,6 +169,9 @@ class LowBitOptimizer(StepBase):
     def _settings_of(self, index: int) -> _settings.Resolved:
         group = self.param_groups[index]
         index %= len(self.param_groups)  # which may be counted from the end
+        for key, value in self.FIXED.items():
+            if key not in group and key != self.MODE:
+                group[key] = value  # groups that a wrapper makes of `defaults` do not have it
         return self._settings.resolved_for(index, group, self._needed, self._check_settings)
 
     # torch.optim.Optimizer's protocol.

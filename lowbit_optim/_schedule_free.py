@@ -63,6 +63,7 @@ class ScheduleFreeAdamW(LowBitOptimizer):
 
     family = "ScheduleFreeAdamW"
     FIXED: ClassVar[Mapping[str, Any]] = {"train_mode": True}
+    MODE = "train_mode"
     HYPER = ("eps", "weight_decay", "warmup_steps", "r", "weight_lr_power")
 
     def __init__(

@@ -58,6 +58,7 @@ class StateBase(Optimizer):
     HYPER: ClassVar[tuple[str, ...]] = ()  # settings that the rule reads by their own names
     BETAS: ClassVar[int] = 2  # how many `betas` there are, which it reads as beta1, beta2, ...
     FIXED: ClassVar[Mapping[str, Any]] = {}  # settings that every group has from no argument
+    MODE: ClassVar[str] = ""  # the one of these that changes
     UNDAMPED: ClassVar[str] = ""  # the moment that a first gradient, of step 1, enters undamped
 
     def _validate(self, group: Mapping[str, Any]) -> None:

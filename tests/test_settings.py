@@ -228,26 +228,6 @@ def test_an_override_that_turns_bad_is_refused_in_the_step(manager):
     assert refused_by_a_step(optimizer, "lr")
 
 
-@CLASSES
-@pytest.mark.parametrize("steps", [0, 1])
-def test_a_group_that_lacks_a_setting(case, steps):
-    """As one that was put into the list by hand; a load gives it those of the file."""
-    complete = train(build(case, 8, parameters()), 1).state_dict()
-    for key in complete["param_groups"][0].keys() - {"params"}:
-        optimizer = train(build(case, 8, parameters()), steps)
-        value = optimizer.param_groups[0].pop(key)
-        lacks = f"parameter group 0 must have every setting of the optimizer, and lacks '{key}'"
-        assert refused_by_a_step(optimizer, lacks)
-        for use in (optimizer.rule, optimizer.moments) if case.fused else ():
-            with pytest.raises(ValueError, match=lacks):
-                use()
-        optimizer.param_groups[0][key] = value
-        train(optimizer, 1)
-    del optimizer.param_groups[0]["lr"]
-    optimizer.load_state_dict(complete)
-    train(optimizer, 1)
-
-
 def test_a_wrapper_may_put_settings_of_its_own_among_the_defaults():
     optimizer = ADAMW(parameters())
     optimizer.defaults["every"] = 5

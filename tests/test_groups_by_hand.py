@@ -1,0 +1,49 @@
+"""Parameter groups that somebody else than `add_param_group` has made."""
+
+import pytest
+
+from protocol import CLASSES, build, identical, parameters, snapshot, train
+from test_settings import refused_by_a_step
+
+
+def constants(optimizer):
+    """The settings that have one value in all groups of a class."""
+    return optimizer.FIXED.keys() - {optimizer.MODE}
+
+
+@CLASSES
+@pytest.mark.parametrize("steps", [0, 1])
+def test_a_group_that_lacks_a_setting(case, steps):
+    """As one that was put into the list by hand; a load gives it those of the file."""
+    optimizer = train(build(case, 8, parameters()), 1)
+    complete = optimizer.state_dict()
+    for key in complete["param_groups"][0].keys() - {"params"} - constants(optimizer):
+        optimizer = train(build(case, 8, parameters()), steps)
+        value = optimizer.param_groups[0].pop(key)
+        lacks = f"parameter group 0 must have every setting of the optimizer, and lacks '{key}'"
+        assert refused_by_a_step(optimizer, lacks)
+        for use in (optimizer.rule, optimizer.moments) if case.fused else ():
+            with pytest.raises(ValueError, match=lacks):
+                use()
+        optimizer.param_groups[0][key] = value
+        train(optimizer, 1)
+    del optimizer.param_groups[0]["lr"]
+    optimizer.load_state_dict(complete)
+    train(optimizer, 1)
+
+
+@CLASSES
+@pytest.mark.parametrize("steps", [0, 1])
+def test_groups_that_a_wrapper_makes_of_the_defaults(case, steps):
+    """As BAdam does, of which a block of layers is trained at a time."""
+    results = []
+    for remade in (False, True):
+        optimizer = train(build(case, 8, parameters()), steps)
+        (group,) = optimizer.param_groups
+        mode = {key: group[key] for key in {optimizer.MODE} & group.keys()}
+        if remade:
+            optimizer.param_groups = [{"params": group["params"], **optimizer.defaults, **mode}]
+            assert constants(optimizer).isdisjoint(optimizer.param_groups[0])
+        results.append(snapshot(train(optimizer, 2)))
+        optimizer.load_state_dict(optimizer.state_dict())
+    assert identical(*results)
