@@ -126,7 +126,10 @@ def _named(value: Any) -> str:
 
 
 def check_groups(groups: Any) -> None:
-    """Refuse parameter groups that are not a list of dicts, each with a list of parameters."""
+    """Refuse parameter groups that are not a list of dicts, each with a list of parameters.
+
+    Those are indices or names; or tensors, where the optimizer's own groups and state were saved.
+    """
     if not isinstance(groups, (list, tuple)):
         raise ValueError(f"state_dict['param_groups'] must be a list, got {_named(groups)}")
     for i, group in enumerate(groups):
@@ -137,7 +140,7 @@ def check_groups(groups: Any) -> None:
         if not isinstance(params, (list, tuple)):
             raise ValueError(f"{where} must have a list 'params', got {_named(params)}")
         for index in params:
-            if not isinstance(index, (int, str)):
+            if not isinstance(index, (int, str, Tensor)):
                 raise ValueError(
                     f"{where} must list parameters by index or name, got {_named(index)}"
                 )
@@ -169,9 +172,16 @@ def merged_groups(optimizer: Any, state_dict: Mapping[str, Any]) -> list[dict[st
         kept = {key: group[key] for key in ("params", *STORAGE_SETTINGS) if key in group}
         names = (*optimizer.defaults, *optimizer.FIXED, "param_names")
         own = {key: group[key] for key in names if key in group}
-        settings = {key: plain_copy(value) for key, value in old.items() if key not in ignored}
+        unread = ("params", *ignored)
+        settings = {key: plain_copy(value) for key, value in old.items() if key not in unread}
         merged.append({**own, **lacking, **settings, **kept})
     return merged
+
+
+def place(index: Any, p: Tensor) -> str:
+    """What errors call a parameter, by what its group in a state dict lists it as."""
+    number = "" if isinstance(index, Tensor) else f" {index!r}"
+    return f"parameter{number} of shape {tuple(p.shape)}"
 
 
 class SavedState(NamedTuple):
@@ -200,7 +210,7 @@ def saved_states(
     named: dict[Any, Tensor] = {}
     for group, old in zip(groups, state_dict["param_groups"], strict=True):
         for p, index in zip(group["params"], old["params"], strict=True):
-            where = f"parameter {index!r} of shape {tuple(p.shape)}"
+            where = place(index, p)
             if named.setdefault(index, p) is not p:
                 raise ValueError(f"state_dict's parameter groups list {where} for another one, too")
             saved = states.pop(index, None)
@@ -214,8 +224,9 @@ def saved_states(
         if isinstance(value, Mapping) and not (isinstance(key, str) and key.isidentifier()):
             number = isinstance(key, str) and key.isdecimal() and int(key) in named
             hint = "; numbers of parameters must be integers, not strings" if number else ""
+            entry = "of a tensor" if isinstance(key, Tensor) else repr(key)
             raise ValueError(
-                f"state_dict['state'] has an entry {key!r}, which no parameter group lists{hint}"
+                f"state_dict['state'] has an entry {entry}, which no parameter group lists{hint}"
             )
 
 

@@ -47,7 +47,7 @@ def as_ours(optimizer: StateBase, state_dict: Any) -> Any:
             saved = state_dict["state"].get(index)
             if not isinstance(saved, Mapping) or not saved:
                 continue
-            with _state_dicts.refusing(f"{where}: parameter {index!r} of shape {tuple(p.shape)}"):
+            with _state_dicts.refusing(f"{where}: {_state_dicts.place(index, p)}"):
                 own = {key: value for key, value in saved.items() if value is not None}
                 converted["state"][index], exact[index] = library.state(own, p, family)
     said = f"{name} converts a state_dict of {library.name}: {_kept(list(exact.values()))}"

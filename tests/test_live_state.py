@@ -1,0 +1,48 @@
+"""Loading what scripts save in place of a state dict: the optimizer's own groups and state."""
+
+import io
+
+import pytest
+import torch
+
+from protocol import BITS, CLASSES, all_parameters, build, identical, parameters, snapshot, train
+
+
+def live(optimizer):
+    return {"state": dict(optimizer.state), "param_groups": optimizer.param_groups}
+
+
+@CLASSES
+@BITS
+def test_groups_and_state_of_an_optimizer_load(case, bits):
+    straight = train(build(case, bits, parameters(), percentile_clipping=50), 2)
+    file = io.BytesIO()
+    torch.save(live(straight), file)
+    file.seek(0)
+    resumed = build(case, bits, parameters(seed=9), percentile_clipping=50)
+    resumed.load_state_dict(torch.load(file, weights_only=True))
+    with torch.no_grad():
+        for p, q in zip(all_parameters(straight), all_parameters(resumed), strict=True):
+            q.copy_(p)
+    assert identical(snapshot(train(straight, 2)), snapshot(train(resumed, 2)))
+
+
+@CLASSES
+def test_numbers_beside_groups_of_tensors_are_refused(case):
+    """torch.optim goes on without the moments, and says nothing."""
+    optimizer = train(build(case, 8, parameters()), 1)
+    mixed = {**live(optimizer), "state": optimizer.state_dict()["state"]}
+    with pytest.raises(ValueError, match=r"an entry 0, which no parameter group lists"):
+        optimizer.load_state_dict(mixed)
+
+
+@CLASSES
+def test_refusals_do_not_print_tensors(case):
+    optimizer = train(build(case, 8, parameters()), 1)
+    (p, *_) = all_parameters(optimizer)
+    saved = live(optimizer)
+    shape = rf"parameter of shape \({p.shape[0]}, .*'step' must be a whole number"
+    with pytest.raises(ValueError, match=shape):
+        optimizer.load_state_dict({**saved, "state": {p: {**optimizer.state[p], "step": -1}}})
+    with pytest.raises(ValueError, match="an entry of a tensor, which no parameter group lists"):
+        optimizer.load_state_dict({**saved, "state": {torch.ones(2): optimizer.state[p]}})
