@@ -1,6 +1,8 @@
-"""Loading what scripts save in place of a state dict: the optimizer's own groups and state."""
+"""Loading what scripts save in place of a state dict: live groups and state, or parts of one."""
 
+import copy
 import io
+import json
 
 import pytest
 import torch
@@ -46,3 +48,21 @@ def test_refusals_do_not_print_tensors(case):
         optimizer.load_state_dict({**saved, "state": {p: {**optimizer.state[p], "step": -1}}})
     with pytest.raises(ValueError, match="an entry of a tensor, which no parameter group lists"):
         optimizer.load_state_dict({**saved, "state": {torch.ones(2): optimizer.state[p]}})
+
+
+@CLASSES
+@BITS
+def test_tensors_and_settings_that_are_saved_apart(case, bits):
+    """As lerobot does, by safetensors and JSON."""
+    straight, resumed = (build(case, bits, parameters(seed=0)) for _ in range(2))
+    straight.register_state_dict_post_hook(lambda _, saved: saved.pop("lowbit_optim") and None)
+    saved = train(straight, 2).state_dict()
+    settings = json.loads(json.dumps(saved.pop("param_groups")))
+    assert saved.keys() == {"state"}
+    tensors = copy.deepcopy(saved["state"])
+    assert all(isinstance(x, torch.Tensor) for state in tensors.values() for x in state.values())
+    resumed.load_state_dict({"state": tensors, "param_groups": settings})
+    with torch.no_grad():
+        for p, q in zip(all_parameters(straight), all_parameters(resumed), strict=True):
+            q.copy_(p)
+    assert identical(snapshot(train(straight, 2))["params"], snapshot(train(resumed, 2))["params"])
