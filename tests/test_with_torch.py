@@ -365,6 +365,22 @@ def test_a_list_of_a_configuration_is_taken_and_saved_as_a_list():
         train(optimizer, 1)
 
 
+@CLASSES
+@BITS
+def test_a_state_dict_that_is_written_in_place_counts_once_it_is_loaded(case, bits):
+    """Its `step` is a copy, while its moments are the optimizer's own."""
+    with lowbit_optim.use_engine("torch"):
+        first, other = (train(build(case, bits, parameters()), steps) for steps in (3, 1))
+        for p, q in zip(all_parameters(other), all_parameters(first), strict=True):
+            p.data.copy_(q.data)
+        sent, written = first.state_dict(), other.state_dict()
+        for index, state in written["state"].items():
+            for key, value in state.items():
+                value.copy_(sent["state"][index][key])
+        other.load_state_dict(written)
+        assert identical(snapshot(train(first, 2, first=3)), snapshot(train(other, 2, first=3)))
+
+
 def test_a_scaler_steps_an_optimizer_without_gradients():
     """As torch's fused optimizers, which unscale in their step, too."""
     params = [torch.nn.Parameter(torch.ones(3)) for _ in range(2)]
