@@ -139,7 +139,8 @@ class LowBitOptimizer(StepBase):
     def _reset_caches(self) -> None:
         self.plans: dict[Any, StepPlan] = {}
         self._captured: list[Any] = []
-        self._settings = Settings()
+        constants = {key: value for key, value in self.FIXED.items() if key != self.MODE}
+        self._settings = Settings(constants)
         self._overrides = _manager.Overrides()
         self._partial_plans: dict[Any, StepPlan] = {}
         self._numbers = ParameterNumbers()
@@ -169,9 +170,6 @@ class LowBitOptimizer(StepBase):
     def _settings_of(self, index: int) -> _settings.Resolved:
         group = self.param_groups[index]
         index %= len(self.param_groups)  # which may be counted from the end
-        for key, value in self.FIXED.items():
-            if key not in group and key != self.MODE:
-                group[key] = value  # groups that a wrapper makes of `defaults` do not have it
         return self._settings.resolved_for(index, group, self._needed, self._check_settings)
 
     # torch.optim.Optimizer's protocol.

@@ -158,9 +158,15 @@ def _storage(index: int, group: Mapping[str, Any]) -> dict[str, Any]:
 
 
 class Settings:
-    """The resolved and checked settings of each group, kept while nothing in the group is new."""
+    """The resolved and checked settings of each group, kept while nothing in the group is new.
 
-    def __init__(self) -> None:
+    Args:
+        constants: settings of one value in all groups. Those that lack them are given them: a
+            wrapper that makes groups of an optimizer's `defaults` does not find them there.
+    """
+
+    def __init__(self, constants: Mapping[str, Any]) -> None:
+        self._constants = constants
         self._kept: dict[int, tuple[dict[str, Any], Resolved]] = {}  # as given, and as resolved
         self._stored_as: dict[int, dict[str, Any]] = {}
 
@@ -209,6 +215,8 @@ class Settings:
                 given["lr"], after = group["lr"], before.having("lr", group["lr"])
                 self._kept[index] = given, after
                 return after
+        for key, value in self._constants.items():
+            group.setdefault(key, value)
         _require(index, group, needed)
         self.settle(index, group)
         known = resolved(group)

@@ -156,7 +156,7 @@ def merged_groups(optimizer: Any, state_dict: Mapping[str, Any]) -> list[dict[st
     groups, name = optimizer.param_groups, type(optimizer).__name__
     saved = state_dict["param_groups"]
     head = state_dict.get(KEY)
-    ignored = ("foreach", "fused") if head is None else ()
+    unread = ("params", "foreach", "fused") if head is None else ("params",)
     lacking = {"dither": False} if head is not None and head["format_version"] == 1 else {}
     if len(saved) != len(groups):
         raise ValueError(
@@ -172,7 +172,6 @@ def merged_groups(optimizer: Any, state_dict: Mapping[str, Any]) -> list[dict[st
         kept = {key: group[key] for key in ("params", *STORAGE_SETTINGS) if key in group}
         names = (*optimizer.defaults, *optimizer.FIXED, "param_names")
         own = {key: group[key] for key in names if key in group}
-        unread = ("params", *ignored)
         settings = {key: plain_copy(value) for key, value in old.items() if key not in unread}
         merged.append({**own, **lacking, **settings, **kept})
     return merged
