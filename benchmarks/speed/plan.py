@@ -1,8 +1,9 @@
-"""Time the host's work on a GPU step's launch plan; needs no GPU.
+"""Time the host's work on a GPU's step; needs no GPU.
 
-`python -m benchmarks.speed.plan`: microseconds to build the tables for many small tensors, and to
-bring them up to date when the gradients are new. The tables stay on the CPU here, so sending them
-to a device is not in it.
+`python -m benchmarks.speed.plan`: microseconds to build the tables for many small tensors, to bring
+them up to date when the gradients are new, and for a whole call of `step`. The tables stay on the
+CPU here, so sending them to a device is not in it; nor is the driver's part of a launch: kernels
+are compiled for a GPU as they would be there, and their launches go nowhere.
 """
 
 from __future__ import annotations
@@ -12,28 +13,55 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 from unittest.mock import patch
 
-os.environ.setdefault("TRITON_INTERPRET", "1")  # so that Triton takes CPU tensors
+os.environ["TRITON_INTERPRET"] = "0"
 
 import torch
 import typer
 from rich.console import Console
+from rich.markdown import Markdown
 
-import lowbit_optim
-from benchmarks.common import measure, report
+from benchmarks.common import arguments, measure, registry, report, tables
+from benchmarks.static.ptx.launch import Driver, taking_cpu_tensors
 from lowbit_optim_kernels import dispatch
 from lowbit_optim_kernels.batch import Batch, StepTensors
 from lowbit_optim_kernels.engines.triton import tables as engine_tables
 
+OPTIMIZERS = ["AdamW8bit", "LAMB8bit", "LARS8bit-paper"]
+COUNTS = [1, 161, 1000]
 
-def _batch(tensors: int) -> Batch:
-    """The batch that a step of AdamW8bit hands to the engine."""
+
+class _Nowhere(Driver):
+    """A GPU whose launches do nothing."""
+
+    class launcher_cls:
+        def __init__(self, source: Any, metadata: Any) -> None: ...
+
+        def __call__(self, *arguments: Any) -> None: ...
+
+    class utils:
+        @staticmethod
+        def load_binary(*arguments: Any) -> tuple[int, ...]:
+            """Module, function, registers, spills and most threads of a kernel."""
+            return 1, 1, 128, 0, 1024
+
+        @staticmethod
+        def get_device_properties(device: int) -> dict[str, int]:
+            return {"max_shared_mem": 2**20}
+
+
+def _optimizer(name: str, tensors: int) -> torch.optim.Optimizer:
+    """One of the registry's over tensors of so few elements that they are kept in 32 bits."""
     params = [torch.nn.Parameter(torch.randn(64)) for _ in range(tensors)]
     for p in params:
         p.grad = torch.randn_like(p)
-    optimizer = lowbit_optim.AdamW8bit(params, min_8bit_size=1)
+    return registry.REGISTRY[name].make(params, 1e-3)
+
+
+def _batch(optimizer: torch.optim.Optimizer) -> Batch:
+    """The batch that its step hands to the engine."""
     seen: list[Batch] = []
 
     def stop(batches: Sequence[Batch], **_rest: object) -> None:
@@ -41,7 +69,7 @@ def _batch(tensors: int) -> Batch:
         raise _Stopped  # a step that ends lets go of tensors
 
     stopping = patch.object(dispatch, "step", stop)
-    with lowbit_optim.use_engine("triton"), stopping, suppress(_Stopped):
+    with stopping, suppress(_Stopped):
         optimizer.step()
     (batch,) = seen
     return batch
@@ -51,10 +79,13 @@ class _Stopped(Exception):
     """What a step of which only the batch is wanted ends with."""
 
 
-def times(tensors: int, rounds: int) -> dict[str, dict[str, float]]:
-    """Microseconds to build a plan, to find it unchanged, and to take new gradients."""
-    batch = _batch(tensors)
-    found: dict[str, list[float]] = {"build": [], "same gradients": [], "new gradients": []}
+def times(name: str, tensors: int, rounds: int) -> dict[str, dict[str, float]]:
+    """Microseconds to build a plan, to find it unchanged, to take new gradients, and of a step."""
+    optimizer = _optimizer(name, tensors)
+    batch = _batch(optimizer)
+    found: dict[str, list[float]] = {
+        "build": [], "same gradients": [], "new gradients": [], "step": []
+    }  # fmt: skip
 
     def build() -> None:
         batch.tables, batch.reused = None, False
@@ -77,29 +108,53 @@ def times(tensors: int, rounds: int) -> dict[str, dict[str, float]]:
         found["same gradients"].append(microseconds(partial(go_on, same)))
         new = [torch.randn_like(g) for g in same]
         found["new gradients"].append(microseconds(partial(go_on, new)))
+    for i in range(measure.WARM_UP + rounds):  # kernels are compiled in the first one
+        taken = microseconds(optimizer.step)
+        if i >= measure.WARM_UP:
+            found["step"].append(taken)
     return {name: measure.spread(values) for name, values in found.items()}
 
 
 def main(
-    tensors: Annotated[int, typer.Option(min=1, help="of 64 elements")] = 1000,
+    optimizer: Annotated[
+        list[str], typer.Option(help="of the registry; several times")
+    ] = OPTIMIZERS,
+    tensors: Annotated[
+        list[int], typer.Option(min=1, help="of 64 elements; several times")
+    ] = COUNTS,
     rounds: Annotated[int, typer.Option(min=1)] = 15,
     out: Annotated[Path, typer.Option(help="folder for plan.json")] = report.LOCAL,
 ) -> None:
-    """Time the host's work on a GPU step's launch plan."""
+    """Time the host's work on a GPU's step."""
     console, load = Console(), report.load_average()
-    result = times(tensors, rounds)
-    for name, spread in result.items():
-        console.print(
-            f"{name}: {spread['median']:.0f} us ({spread['q25']:.0f} {spread['q75']:.0f}) for "
-            f"{tensors} tensors",
-            highlight=False,
-        )
+    with arguments.refusing():
+        names = arguments.known("optimizer", optimizer, registry.REGISTRY)
+    cases = []
+    with taking_cpu_tensors(_Nowhere(90)):
+        for name in names:
+            for count in tensors:
+                spreads = times(name, count, rounds)
+                cases.append({"optimizer": name, "tensors": count, "microseconds": spreads})
+    console.print(Markdown(table(cases)))
     report.say_if_busy(console, load)
+    given = {"optimizer": names, "tensors": tensors, "rounds": rounds}
     written = {
-        **report.origin("benchmarks.speed.plan", {"tensors": tensors, "rounds": rounds}),
-        "load_before": load, "microseconds": result,
+        **report.origin("benchmarks.speed.plan", given), "load_before": load, "cases": cases,
     }  # fmt: skip
     report.write_json(out / "plan.json", written)
+
+
+def table(cases: list[dict]) -> str:
+    """Markdown: the medians of each case."""
+    columns = list(cases[0]["microseconds"])
+    rows = [
+        [
+            case["optimizer"], f"{case['tensors']:,}",
+            *(f"{case['microseconds'][column]['median']:,.0f}" for column in columns),
+        ]
+        for case in cases
+    ]  # fmt: skip
+    return tables.markdown(["us", "tensors", *columns], rows)
 
 
 if __name__ == "__main__":

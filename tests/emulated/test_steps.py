@@ -20,6 +20,7 @@ pytest.importorskip("triton", reason="the Triton engine needs the triton package
 
 from benchmarks.static.ptx import launch
 from benchmarks.static.ptx.launch import emulated
+from lowbit_optim_kernels.engines.triton.compiled import Compiled
 
 STEPS = 2
 CLASSES = list(dict.fromkeys(case.name for case in cases.FUSED_CASES))
@@ -301,3 +302,33 @@ def go_on_from(optimizer, params, other, others):
         for key, x in optimizer.state[p].items():
             if isinstance(x, torch.Tensor):
                 other.state[q][key].copy_(x)
+
+
+def test_later_steps_launch_what_the_first_compiled(monkeypatch):
+    """Past Triton's binder, to the same bits, with new gradients and without some."""
+    generator, results = torch.Generator().manual_seed(0), []
+    starts = [torch.randn(shape, generator=generator) for shape in ((5000,), (2, 300), (65,))]
+    gradients = [[torch.randn(x.shape, generator=generator) for x in starts] for _ in range(4)]
+    binder, launches = Compiled.launch, []
+
+    def noting(self, key, *launch):
+        launches.append(key in self._kept)
+        binder(self, key, *launch)
+
+    def by_binder(self, key, *launch):
+        binder(self, None, *launch)
+
+    for call in (noting, by_binder):
+        monkeypatch.setattr(Compiled, "launch", call)
+        params = [torch.nn.Parameter(x.clone()) for x in starts]
+        optimizer = lowbit_optim.LANS8bit(params, percentile_clipping=50, min_8bit_size=65)
+        for t in range(4):
+            for i, p in enumerate(params):
+                p.grad = None if t == i + 1 else gradients[t][i]
+            with emulated(90) as emulation, lowbit_optim.use_engine("triton"):
+                optimizer.step()
+            assert_clean(emulation)
+        results.append([x for p in params for x in (p.detach(), *optimizer.state[p].values())])
+    for got, want in zip(*results, strict=True):
+        assert torch.equal(got, want)
+    assert launches.count(True) > launches.count(False) > 0

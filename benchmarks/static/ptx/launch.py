@@ -11,7 +11,7 @@ launch may address its arguments and the tensors of the step, and nothing else.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cache
@@ -20,6 +20,7 @@ from unittest.mock import patch
 
 import torch
 from triton.backends.compiler import GPUTarget
+from triton.compiler import CompiledKernel
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
@@ -33,7 +34,7 @@ from .binding import Executable
 from .memory import WARP, Allocation, Counters, GlobalMemory
 
 
-class _Driver:
+class Driver:
     """An NVIDIA GPU that is not there; its number is that of its architecture."""
 
     def __init__(self, arch: int) -> None:
@@ -114,38 +115,56 @@ def _executable(text: str) -> Executable:
 
 
 @contextmanager
+def taking_cpu_tensors(device: Driver) -> Iterator[None]:
+    """Let the Triton engine take CPU tensors and compile for a GPU that is not there."""
+    if engine.INTERPRETED.value:
+        raise RuntimeError("Triton interprets here: set TRITON_INTERPRET=0, as `make emulate` does")
+    takes_all = replace(registry.TRITON, declines=lambda device, dtype: None)
+    before = vars(driver)["_active"]
+    with ExitStack() as stack:
+        stack.callback(driver.set_active, before)
+        driver.set_active(device)
+        stack.enter_context(patch.object(engine, "takes_ptx", lambda _: device.arch >= 80))
+        stack.callback(dispatch._resolve.cache_clear)
+        stack.enter_context(patch.dict(registry.ENGINES, triton=takes_all))
+        dispatch._resolve.cache_clear()
+        yield
+
+
+@contextmanager
 def emulated(arch: int, counting: bool = False) -> Iterator[Emulation]:
-    """Let the Triton engine take CPU tensors, compile for an NVIDIA GPU and run in the emulator.
+    """Let the Triton engine run in the emulator; see `taking_cpu_tensors`.
 
     Args:
         arch: its architecture: 80, 90, ...
         counting: whether to count what accesses cost.
     """
-    if engine.INTERPRETED.value:
-        raise RuntimeError("Triton interprets here: set TRITON_INTERPRET=0, as `make emulate` does")
     emulation, compiling, start = Emulation(arch, counting), JITFunction.run, engine.start
 
     def run(self: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> Any:
         kernel = compiling(self, *args, grid=grid, warmup=True, **options)
-        names = [parameter.name for parameter in self.params]
-        given = {**dict(zip(names, args, strict=False)), **options}
+        given = {**dict(zip(self.arg_names, args, strict=False)), **options}
         emulation.launch(kernel, self.__name__, grid, given)
         return kernel
+
+    def compiled(self: Any, grid: tuple) -> Callable[..., None]:
+        function = self.src.fn
+
+        def launch(*args: Any) -> None:
+            given = dict(zip(function.arg_names, args, strict=True))
+            emulation.launch(self, function.__name__, grid, given)
+
+        return launch
 
     def starting(batch: Batch) -> Any:
         batch.bind()
         emulation.batch = batch
         return start(batch)
 
-    takes_all = replace(registry.TRITON, declines=lambda device, dtype: None)
-    before = vars(driver)["_active"]
-    with ExitStack() as stack:
-        stack.callback(driver.set_active, before)
-        driver.set_active(_Driver(arch))
-        stack.enter_context(patch.object(JITFunction, "run", run))
-        stack.enter_context(patch.object(engine, "takes_ptx", lambda device: arch >= 80))
-        stack.enter_context(patch.object(engine, "start", starting))
-        stack.callback(dispatch._resolve.cache_clear)
-        stack.enter_context(patch.dict(registry.ENGINES, triton=takes_all))
-        dispatch._resolve.cache_clear()
+    with (
+        taking_cpu_tensors(Driver(arch)),
+        patch.object(JITFunction, "run", run),
+        patch.object(CompiledKernel, "__getitem__", compiled),
+        patch.object(engine, "start", starting),
+    ):
         yield emulation

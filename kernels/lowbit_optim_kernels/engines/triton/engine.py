@@ -11,9 +11,9 @@ synchronizes and nothing is read back. Sums are formed per tile and added in a f
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache
-from types import ModuleType
+from types import MappingProxyType, ModuleType
 from typing import Any
 
 import torch
@@ -37,6 +37,7 @@ from .tables import LANES, Code, Tables, lanes, tables_for
 # Sums are fused where the text says so (`rule_source`). Which others a compiler would fuse depends
 # on what else is in a kernel: a tensor would not step to the same bits in every group.
 OPTIONS = {"num_warps": WARPS, "enable_fp_fusion": False}
+NONE: Mapping[str, Any] = MappingProxyType({})
 # Registers of a thread that updates 16-bit weights and two moments of 8 bits, in whole tiles alone,
 # by dither. The assembler would take 128 where it spills none into memory with as few: 10 programs
 # share a multiprocessor then, not 8, and a step of AdamW8bit takes 1 to 4 % less time on an H200.
@@ -141,91 +142,103 @@ class TritonRun:
         self.batch, self.rule = batch, batch.rule
         self.phases = len(batch.rule.phases)
         self.device = batch.device
-        self.ptx = takes_ptx(self.device)
+        self.on = _on(self.device)
         self.wrote = False
-        clips = "gscale" in batch.rule.scalars()
-        self.scaled = batch.maximize or batch.grad_scale is not None or clips
-        with _on(self.device):
+        with self.on:
             self.tables: Tables = tables_for(batch)
             if self.tables.code is None:
                 self.tables.code = self._code()
-        self.kernels, self.code_tables, self.options = self.tables.code
+        self.code = self.tables.code
 
     def _code(self) -> Code:
         """Which the tables keep: a rule's hash, by which to find it again, is slow."""
-        using = self.rule, formats_of(self.tables.kinds), self.ptx
-        update = [
-            _options(self.rule, "update", each.kinds, self.ptx) for each in self.tables.launches
-        ]
-        return Code(kernels(*using), bindings.code_tables(*using, self.device), update)
+        batch, ptx = self.batch, takes_ptx(self.device)
+        using = self.rule, formats_of(self.tables.kinds), ptx
+        update = [_options(self.rule, "update", each.kinds, ptx) for each in self.tables.launches]
+        clips = "gscale" in self.rule.scalars()
+        scaled = batch.maximize or batch.grad_scale is not None or clips
+        return Code(kernels(*using), bindings.code_tables(*using, self.device), update, scaled)
 
-    def _per_tensor_grid(self, in_program: int) -> tuple[int]:
-        return (-(-len(self.batch.slots) // in_program),)
+    def _launch(
+        self, key: Any, kernel: Any, programs: tuple[int, int, int], tensors: Sequence[Tensor],
+        constants: Mapping[str, Any] = NONE, options: Mapping[str, Any] = OPTIONS,
+    ) -> None:  # fmt: skip
+        """See `Compiled.launch`."""
+        with self.on:
+            self.tables.compiled.launch(key, kernel, programs, tensors, constants, options)
+
+    def _of_tensors(
+        self, name: str, in_program: int, tensors: Sequence[Tensor], key: Any,
+        constants: Mapping[str, Any] = NONE,
+    ) -> None:  # fmt: skip
+        """Launch a kernel that takes so many tensors a program."""
+        programs = -(-len(self.batch.slots) // in_program)
+        kernel = getattr(self.code.kernels, name)
+        self._launch(key, kernel, (programs, 1, 1), tensors, constants)
 
     def begin(self) -> None:
         batch, tables = self.batch, self.tables
         scale, guard = batch.grad_scale, batch.found_inf
-        with _on(self.device):
-            self.kernels.begin[self._per_tensor_grid(lanes(self.rule, self.rule.prepare))](
-                tables.address, tables.geometry, tables.hyper, tables.scalars, tables.floats,
-                tables.count,
-                tables.hyper if scale is None else scale.to(self.device),
-                tables.hyper if guard is None else guard.to(self.device),
-                MAXIMIZE=batch.maximize, UNSCALE=scale is not None, GUARDED=guard is not None,
-                **OPTIONS,
-            )  # fmt: skip
+        tensors = (
+            tables.address, tables.geometry, tables.hyper, tables.scalars, tables.floats,
+            tables.count,
+            tables.hyper if scale is None else scale.to(self.device),
+            tables.hyper if guard is None else guard.to(self.device),
+        )  # fmt: skip
+        constants = {
+            "MAXIMIZE": batch.maximize, "UNSCALE": scale is not None, "GUARDED": guard is not None,
+        }  # fmt: skip
+        key = "begin" if scale is None and guard is None else None  # a scaler's lie anywhere
+        self._of_tensors("begin", lanes(self.rule, self.rule.prepare), tensors, key, constants)
 
-    def _pass(self, name: str, *extra: Tensor, **more: bool) -> None:
+    def _pass(self, name: str, guarded: bool, *extra: Tensor) -> None:
         """The launches that take all tiles, if there are any."""
-        tables, kernel = self.tables, getattr(self.kernels, name)
-        with _on(self.device):
-            for launch, of_update in zip(tables.launches, self.options, strict=True):
-                options = of_update if name == "update" else OPTIONS
-                kernel[(launch.programs,)](
-                    tables.address, tables.geometry, launch.work, tables.floats, self.code_tables,
-                    *extra, SCALED=self.scaled, **more, **launch.constants, **options,
-                )  # fmt: skip
-                self.wrote = self.wrote or name == "update"
+        tables, code = self.tables, self.code
+        kernel = getattr(code.kernels, name)
+        for i, (launch, of_update) in enumerate(zip(tables.launches, code.options, strict=True)):
+            tensors = (
+                tables.address, tables.geometry, launch.work, tables.floats, code.tables, *extra
+            )  # fmt: skip
+            constants = {"GUARDED": guarded, "SCALED": code.scaled, **launch.constants}
+            options = of_update if name == "update" else OPTIONS
+            programs = launch.programs, 1, 1
+            self._launch((name, i, guarded), kernel, programs, tensors, constants, options)
+            self.wrote = self.wrote or name == "update"
 
     def reduce(self, phase: int) -> Tensor:
         tables, terms = self.tables, len(self.rule.phases[phase].sums)
         some = bool(self.batch.missing)  # whose sums nobody writes
         new = torch.zeros if some else torch.empty
         partial = new((tables.tiles, terms), dtype=torch.float32, device=self.device)
-        self._pass(f"reduce_{phase}", partial, GUARDED=some)
+        self._pass(f"reduce_{phase}", some, partial)
         chunks = max(1, -(-tables.most_tiles // ADDED))
         shape = (len(self.batch.slots), terms, chunks)
         sums = torch.empty(shape, dtype=torch.float64, device=self.device)
-        with _on(self.device):
-            add_up[shape](
-                partial, sums, tables.geometry, tables.tiles_of,
-                TERMS=terms, ADDED=ADDED, **OPTIONS,
-            )  # fmt: skip
+        self._launch(
+            ("add_up", phase), add_up, shape, (partial, sums, tables.geometry, tables.tiles_of),
+            {"TERMS": terms, "ADDED": ADDED},
+        )  # fmt: skip
         return sums[:, :, 0] if chunks == 1 else sums.sum(2)
 
     def combine(self, phase: int, sums: Tensor) -> None:
-        tables, kernel = self.tables, getattr(self.kernels, f"combine_{phase}")
-        in_program = lanes(self.rule, self.rule.phases[phase].combine)
-        with _on(self.device):
-            kernel[self._per_tensor_grid(in_program)](
-                tables.address, tables.geometry, tables.hyper, tables.scalars, tables.floats,
-                tables.count, sums.contiguous(), **OPTIONS,
-            )  # fmt: skip
+        tables, name = self.tables, f"combine_{phase}"
+        tensors = (
+            tables.address, tables.geometry, tables.hyper, tables.scalars, tables.floats,
+            tables.count, sums.contiguous(),
+        )  # fmt: skip
+        self._of_tensors(name, lanes(self.rule, self.rule.phases[phase].combine), tensors, name)
 
     def finish(self) -> None:
-        guarded = self.batch.found_inf is not None or bool(self.batch.missing)
-        self._pass("update", GUARDED=guarded)  # while whose kernel is compiled nothing is written
+        # While a kernel is compiled nothing is written.
+        self._pass("update", self.batch.found_inf is not None or bool(self.batch.missing))
         self._keep()
 
     def _keep(self) -> None:
         """Store what lasts, if the rule has it."""
-        if not self.rule.kept():
-            return
-        tables = self.tables
-        with _on(self.device):
-            self.kernels.keep[self._per_tensor_grid(LANES)](
-                tables.address, tables.scalars, tables.count, **OPTIONS
-            )
+        if self.rule.kept():
+            tables = self.tables
+            tensors = (tables.address, tables.scalars, tables.count)
+            self._of_tensors("keep", LANES, tensors, "keep")
 
 
 def start(batch: Batch) -> TritonRun:

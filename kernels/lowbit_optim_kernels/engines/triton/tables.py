@@ -7,6 +7,7 @@ again, so that later steps outside the graph and replays do not disturb each oth
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from types import ModuleType
 from typing import Any, NamedTuple
@@ -21,6 +22,7 @@ from ...devices import capturing, current_stream
 from ...dither import WEIGHT
 from ...rules import Rule, RuleFunction
 from . import grid
+from .compiled import Compiled
 from .kinds import Kind, constants, formats_of
 
 LANES = 128  # tensors per program of the per-tensor kernels
@@ -42,11 +44,19 @@ class Launch:
 
 
 class Code(NamedTuple):
-    """The kernels that step a batch, look-up tables, and options of each launch of the update."""
+    """The code that steps a batch.
+
+    Attributes:
+        kernels: the rule's.
+        tables: look-up tables of the formats.
+        options: of each launch of the update.
+        scaled: whether gradients are multiplied by `gscale`.
+    """
 
     kernels: ModuleType
     tables: Tensor
     options: list[dict[str, Any]]
+    scaled: bool
 
 
 @dataclass
@@ -57,13 +67,16 @@ class Tables:
         kinds: of the tiles there are, in one order whatever that of the tensors.
         tiles, tiles_of, most_tiles: of all tensors, of each one (int64), of the largest.
         launches: of a pass over the elements, which share `work`.
-        rows, flat: the addresses that the batch had when it was made, by slots and one after the
-            other; in `pointers` those that were sent last.
+        rows, numbers: the addresses that the batch had when it was made, as it has them and as a
+            table.
+        sent: the gradients' and copies' addresses that were sent last in place of these.
+        values: the hyperparameters that were sent last.
         stream: that the last step was on which no graph has captured; None on a CPU.
         spare: pinned memory for captures.
         code: of the kernels that read them, once there was a step.
         launched: variants that a step has launched, so that they are compiled: False where every
             tensor had a gradient, True where some had none.
+        compiled: kernels that a step has launched.
     """
 
     kinds: tuple[Kind, ...]
@@ -80,12 +93,13 @@ class Tables:
     count: Tensor
     stream: Any
     rows: list[list[int]] = field(default_factory=list)
-    flat: list[int] = field(default_factory=list)
-    pointers: list[int] = field(default_factory=list)
+    numbers: np.ndarray = field(default_factory=lambda: np.zeros(0, dtype=np.uint64))
+    sent: tuple[list[int], Mapping[int, int]] | None = None
     values: list[float | None] = field(default_factory=list)
     spare: list[tuple[Tensor, Tensor]] = field(default_factory=list)
     code: Code | None = None
     launched: set[bool] = field(default_factory=set)
+    compiled: Compiled = field(default_factory=Compiled)
 
 
 def tables_for(batch: Batch) -> Tables:
@@ -106,7 +120,6 @@ def tables_for(batch: Batch) -> Tables:
         batch.tables = _make_tables(batch)
     tables: Tables = batch.tables
     tables.launched.add(partly)
-    pointers = _pointers(tables, batch)
     if captured:
         tables = _for_graph(tables)
         batch.captured.append(tables)
@@ -114,7 +127,7 @@ def tables_for(batch: Batch) -> Tables:
         _follow_stream(tables, current_stream(batch.device))
         while batch.device.type == "cuda" and len(tables.spare) < SPARE:
             tables.spare.append((_pinned_like(tables.address), _pinned_like(tables.hyper)))
-    _send_addresses(tables, pointers)
+    _send_addresses(tables, batch)
     _send_hyperparameters(tables, batch)
     return tables
 
@@ -134,21 +147,6 @@ def _follow_stream(tables: Tables, stream: Any) -> None:
     tables.stream = stream
 
 
-def _pointers(tables: Tables, batch: Batch) -> list[int]:
-    """The rows of the address table, one after the other."""
-    if tables.rows is not batch.addresses:
-        tables.rows = batch.addresses
-        tables.flat = [address for row in batch.addresses for address in row]
-    if not batch.reused:
-        return tables.flat
-    pointers = list(tables.flat)
-    columns = address_columns(batch.rule)
-    pointers[G::columns] = batch.gradient_addresses
-    for place, address in batch.copy_addresses.items():
-        pointers[place * columns + P] = address
-    return pointers
-
-
 def _for_graph(tables: Tables) -> Tables:
     """Tables of its own for what is being captured, which every replay fills again."""
     if not tables.spare:
@@ -159,7 +157,7 @@ def _for_graph(tables: Tables) -> Tables:
     return replace(
         tables, address=torch.empty_like(tables.address), hyper=torch.empty_like(tables.hyper),
         scalars=torch.empty_like(tables.scalars), floats=torch.empty_like(tables.floats),
-        pointers=[], values=[], spare=[tables.spare.pop()],
+        sent=None, values=[], spare=[tables.spare.pop()],
     )  # fmt: skip
 
 
@@ -175,10 +173,8 @@ def _on_device(numbers: np.ndarray, device: torch.device) -> Tensor:
     return source.pin_memory().to(device, non_blocking=True)
 
 
-def _send(tables: Tables, which: int, target: Tensor, values: list) -> None:
-    """Copy numbers to a device table without waiting for the device."""
-    dtype = np.uint64 if target.dtype == torch.int64 else np.float64
-    numbers = np.array(values, dtype=dtype)  # addresses of Intel's GPUs have the upper bit set
+def _send(tables: Tables, which: int, target: Tensor, numbers: np.ndarray) -> None:
+    """Copy numbers, which nobody changes later, to a device table; the host does not wait."""
     source = torch.from_numpy(numbers).view(target.dtype).view(target.shape)
     if capturing(target.device):  # the replays read the source again: it is never reused
         source = tables.spare[0][which].copy_(source)
@@ -187,10 +183,22 @@ def _send(tables: Tables, which: int, target: Tensor, values: list) -> None:
     target.copy_(source, non_blocking=True)
 
 
-def _send_addresses(tables: Tables, pointers: list[int]) -> None:
-    if pointers != tables.pointers:
-        _send(tables, 0, tables.address, pointers)
-        tables.pointers = pointers
+def _send_addresses(tables: Tables, batch: Batch) -> None:
+    """Send the addresses where any is another one than when they were sent last."""
+    if tables.rows is not batch.addresses:
+        tables.rows, tables.sent = batch.addresses, None
+        # Addresses of Intel's GPUs have the upper bit set.
+        tables.numbers = np.array(batch.addresses, dtype=np.uint64)
+    new = (batch.gradient_addresses, batch.copy_addresses) if batch.reused else ([], {})
+    if new == tables.sent:
+        return
+    numbers = tables.numbers.copy()
+    if batch.reused:
+        numbers[:, G] = batch.gradient_addresses
+    for place, address in batch.copy_addresses.items():
+        numbers[place, P] = address
+    _send(tables, 0, tables.address, numbers)
+    tables.sent = new
 
 
 def _send_hyperparameters(tables: Tables, batch: Batch) -> None:
@@ -199,7 +207,8 @@ def _send_hyperparameters(tables: Tables, batch: Batch) -> None:
     # (What a tensor has filled is no number's yet: 0.0 in its place would be taken for sent.)
     on_host = [None if isinstance(value, Tensor) else float(value) for value in given]
     if on_host and on_host != tables.values:
-        _send(tables, 1, tables.hyper, [value or 0.0 for value in on_host])
+        numbers = np.array([value or 0.0 for value in on_host], dtype=np.float64)
+        _send(tables, 1, tables.hyper, numbers)
         tables.values = on_host
     for i, value in enumerate(given):
         if isinstance(value, Tensor):
