@@ -131,10 +131,11 @@ class ScheduleFreeAdamW(LowBitOptimizer):
     def _switch(self, train: bool) -> None:
         """Put one of the two points into all parameters; what is interrupted can be repeated."""
         for index, group in enumerate(self.param_groups):
+            parts = self._parts(index)
             already = group["train_mode"] == train
             if already and self._apart.isdisjoint(group["params"]):
                 continue
-            for _, part in self._parts(index):
+            for _, part in parts:
                 beta1 = part["betas"][0]
                 share = 1.0 - beta1 if train else 1.0 - 1.0 / beta1
                 for p in dict.fromkeys(part["params"]):

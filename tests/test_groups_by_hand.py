@@ -22,7 +22,8 @@ def test_a_group_that_lacks_a_setting(case, steps):
         value = optimizer.param_groups[0].pop(key)
         lacks = f"parameter group 0 must have every setting of the optimizer, and lacks '{key}'"
         assert refused_by_a_step(optimizer, lacks)
-        for use in (optimizer.rule, optimizer.moments) if case.fused else ():
+        switches = [optimizer.train, optimizer.eval] if hasattr(optimizer, "eval") else []
+        for use in (optimizer.rule, optimizer.moments, *switches) if case.fused else ():
             with pytest.raises(ValueError, match=lacks):
                 use()
         optimizer.param_groups[0][key] = value
