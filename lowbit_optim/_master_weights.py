@@ -102,7 +102,8 @@ def weight_of(optimizer: LowBitOptimizer, p: Tensor, group: Mapping[str, Any]) -
     if kept_as.residual is None:  # of bits that the next step drops
         residual = None
     elif residual is not None:
-        residual = converted(as_integers(_sharding.shard_of(residual, p)), kept_as.residual)
+        residual = as_integers(_sharding.shard_of(residual, p)).to(local.device)
+        residual = converted(residual, kept_as.residual)
     return _sharding.as_dtensor(kept_as.read(local, residual, compute_dtype(p)), p)
 
 

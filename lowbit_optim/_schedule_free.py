@@ -8,12 +8,14 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+from lowbit_optim_kernels.formats import compute_dtype
 from lowbit_optim_kernels.rules import Rule
 from lowbit_optim_kernels.rules.schedule_free import schedule_free_rule
 from lowbit_optim_kernels.step_plan import StepPlan
 
 from . import _checks, _sharding
 from ._arguments import documented, settings_of
+from ._checkpoint_base import steppable
 from ._master_weights import set_weight, weight_of
 from ._optimizer import LowBitOptimizer
 from ._state_layout import TensorSpec
@@ -142,6 +144,9 @@ class ScheduleFreeAdamW(LowBitOptimizer):
                     z = self.state.get(p, {}).get("z")
                     if z is None or already == (p not in self._apart):
                         continue
+                    if (z.dtype, z.device) != (compute_dtype(p), p.device):
+                        with steppable():  # as a step would after the model was cast or moved
+                            z = self._kept_state(p, part, self._share(p, part))["z"]
                     moved = weight_of(self, p, part).lerp(_sharding.redistributed_as(z, p), share)
                     set_weight(self, p, part, moved)
                     self._apart ^= {p}

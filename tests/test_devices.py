@@ -159,3 +159,32 @@ def test_a_state_dict_of_what_has_no_values_loads(name):
     assert kinds[0] == kinds[1]
     p.grad = torch.empty_like(p)
     optimizer.step()
+
+
+def with_waiting_state(cls, **options):
+    """An optimizer on the meta device with state on the CPU, and the parameter.
+
+    As after a step whose state was moved until the next.
+    """
+    p = torch.nn.Parameter(torch.ones(64, 70, dtype=torch.bfloat16))
+    optimizer = cls([p], min_8bit_size=1, **options)
+    p.grad = torch.ones_like(p)
+    optimizer.step()
+    there = torch.nn.Parameter(torch.empty_like(p, device="meta"))
+    optimizer.param_groups[0]["params"] = [there]
+    optimizer.state[there] = optimizer.state.pop(p)
+    return optimizer, there
+
+
+@pytest.mark.parametrize("bits", [16, 24])
+def test_modes_bring_a_state_that_waits_elsewhere(bits):
+    optimizer, p = with_waiting_state(lowbit_optim.ScheduleFreeAdamW8bit, master_weight_bits=bits)
+    optimizer.eval()
+    optimizer.train()
+    assert {x.device.type for x in optimizer.state[p].values()} == {"meta"}
+
+
+def test_master_weights_of_bits_that_wait_elsewhere():
+    optimizer, _ = with_waiting_state(lowbit_optim.AdamW8bit, master_weight_bits=24)
+    (weight,) = dict(lowbit_optim.master_weights(optimizer)).values()
+    assert (weight.dtype, weight.device.type) == (torch.float32, "meta")

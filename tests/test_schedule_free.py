@@ -182,6 +182,29 @@ def test_bf16_parameters_keep_z_in_fp32():
     assert all(optimizer.state[p]["z"].dtype == torch.float32 for p in params)
 
 
+@pytest.mark.parametrize("bits", [8, 32])
+@pytest.mark.parametrize("inference", [False, True])
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [("float32", "float64"), ("bfloat16", "float64"), ("float64", "float32"), ("float64", "half")],
+)
+def test_modes_of_a_model_that_was_cast(before, after, bits, inference):
+    """State follows at the next step, and before it, where the mode changes first."""
+    params, optimizer = build(bits, getattr(torch, before))
+    train(optimizer, 3)
+    for p in params:
+        p.grad, p.data = None, p.data.to(getattr(torch, after))
+    y, z = [p.detach().clone() for p in params], [optimizer.state[p]["z"] for p in params]
+    with torch.inference_mode(inference):
+        optimizer.eval()
+    for p, *points in zip(params, y, z, strict=True):
+        wide, near = (x.to(torch.float64) for x in points)
+        x = wide.lerp(near, 1 - 1 / 0.9)
+        torch.testing.assert_close(p.double(), x, rtol=2e-3 if after == "half" else 1e-6, atol=1e-6)
+    optimizer.train()
+    train(optimizer, 2, first=3)
+
+
 @pytest.mark.parametrize(("bits", "rounding"), [(24, 2.0**-16), (32, 2.0**-22)])
 def test_modes_keep_the_bits_beside_bf16_parameters(bits, rounding):
     params, optimizer = build(dtype=torch.bfloat16, master_weight_bits=bits)
