@@ -17,6 +17,7 @@ from ._agreement import agreeing
 from ._checkpoint_base import steppable
 from ._gradients import is_left_alone
 from ._optimizer import LowBitOptimizer, require_own
+from ._saved_state import require_integers
 from ._tensor_checks import require_dense, require_shape, require_values
 
 Name = str | int
@@ -102,6 +103,8 @@ def weight_of(optimizer: LowBitOptimizer, p: Tensor, group: Mapping[str, Any]) -
     if kept_as.residual is None:  # of bits that the next step drops
         residual = None
     elif residual is not None:
+        if not _sharding.is_dtensor(p):
+            require_integers(optimizer.state[p], p)
         residual = as_integers(_sharding.shard_of(residual, p)).to(local.device)
         residual = converted(residual, kept_as.residual)
     return _sharding.as_dtensor(kept_as.read(local, residual, compute_dtype(p)), p)

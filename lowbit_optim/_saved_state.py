@@ -80,6 +80,20 @@ def _check_residual(value: Any, p: Tensor) -> None:
     require_dense(RESIDUAL_KEY, value, allowed)
 
 
+def require_integers(state: Mapping[str, Any], p: Tensor) -> None:
+    """Refuse a residual that torch.optim.Optimizer's load_state_dict has cast as it does moments.
+
+    Of a DTensor alone it is kept as bf16, whose bits it is; a plain tensor's would be read so, too.
+    """
+    value = state.get(RESIDUAL_KEY)
+    if isinstance(value, Tensor) and value.dtype == torch.bfloat16 == p.dtype:
+        raise ValueError(
+            f"{RESIDUAL_KEY!r} of a parameter of shape {tuple(p.shape)} is torch.bfloat16 and must "
+            "be of integers, which this optimizer's load_state_dict keeps and torch.optim."
+            "Optimizer's does not"
+        )
+
+
 def _require_lasting(x: Lasting, value: Any) -> None:
     if not isinstance(value, Tensor) or tuple(value.shape) != x.shape:
         raise ValueError(f"{x.key!r} must have shape {x.shape}; got {shape_or_value(value)!r}")

@@ -32,7 +32,6 @@ from . import (
     _state_layout,
     _tensor_checks,
 )
-from ._saved_moments import HarmlessMask
 from ._sharding import Share
 from ._state_layout import TensorSpec
 
@@ -190,7 +189,7 @@ class StateBase(Optimizer):
 
     def _harmless_nonfinite(
         self, saved: Mapping[str, Any], group: Mapping[str, Any]
-    ) -> HarmlessMask:
+    ) -> _saved_moments.HarmlessMask:
         """A function: which non-finite elements of a saved moment leave the weight finite.
 
         A cautious one does after NaN, which never has the gradient's sign, and after infinity over
@@ -293,6 +292,7 @@ class StateBase(Optimizer):
         """`_state_of` with plain tensors, those that this rank steps; and whether it is new."""
         before = self.state.get(p, {})
         if share is None:
+            _saved_state.require_integers(before, p)
             state = self._existing_or_new_state(before, stepped, group)
             return state, state is not before
         held = share.holds(before)

@@ -7,6 +7,7 @@ import json
 import pytest
 import torch
 
+import lowbit_optim
 from protocol import BITS, CLASSES, all_parameters, build, identical, parameters, snapshot, train
 
 
@@ -66,3 +67,23 @@ def test_tensors_and_settings_that_are_saved_apart(case, bits):
         for p, q in zip(all_parameters(straight), all_parameters(resumed), strict=True):
             q.copy_(p)
     assert identical(snapshot(train(straight, 2))["params"], snapshot(train(resumed, 2))["params"])
+
+
+@pytest.mark.parametrize("bits", [24, 32])
+def test_a_residual_that_torch_has_cast_is_refused(bits):
+    """As by a wrapper that loads by torch.optim.Optimizer and shares its state afterwards."""
+    p = torch.nn.Parameter(torch.ones(64, 70, dtype=torch.bfloat16))
+    optimizer = lowbit_optim.AdamW32bit([p], master_weight_bits=bits)
+    p.grad = torch.ones_like(p)
+    optimizer.step()
+    torch.optim.Optimizer.load_state_dict(optimizer, optimizer.state_dict())
+    before = p.detach().clone()
+    with pytest.raises(
+        ValueError, match=r"'master_residual' of a parameter .* must be of integers"
+    ):
+        optimizer.step()
+    with pytest.raises(
+        ValueError, match=r"'master_residual' of a parameter .* must be of integers"
+    ):
+        dict(lowbit_optim.master_weights(optimizer))
+    assert torch.equal(p, before)
