@@ -280,6 +280,21 @@ def test_other_objects_are_refused(write):
         write(torch.optim.AdamW(params_of([(5,)])))
 
 
+@pytest.mark.parametrize("bits", [8, 32])
+@pytest.mark.parametrize("write", [to_torch_state_dict, to_bitsandbytes_state_dict])
+def test_moments_of_another_shape_are_refused(write, bits):
+    """As those of a parameter that has had a projection of itself in the step."""
+    params = params_of([(5,), (32, 256)])
+    optimizer = lowbit_optim.AdamW(params, optim_bits=bits, min_8bit_size=1)
+    for p in params:
+        p.grad = torch.ones_like(p)
+    optimizer.step()
+    params[1].grad, params[1].data = None, torch.zeros(512, 256)
+    place = r"the state of parameter 1 of shape \(512, 256\): 'exp_avg' has shape \(32, 256\)"
+    with pytest.raises(ValueError, match=place):
+        write(optimizer)
+
+
 def test_layouts_are_two():
     optimizer = lowbit_optim.AdamW(params_of([(5,)]))
     with pytest.raises(ValueError, match="layout must be one of 'flat', 'nested'; got 'deep'"):

@@ -32,6 +32,11 @@ class Member:
     state: Mapping[str, Any]
 
     @property
+    def where(self) -> str:
+        """What errors call its state."""
+        return f"the state of {_state_dicts.place(self.index, self.p)}"
+
+    @property
     def steps(self) -> int:
         """The number of steps taken with it."""
         return int(self.state["step"])
@@ -39,7 +44,8 @@ class Member:
     def numbers(self, optimizer: LowBitOptimizer) -> dict[str, Tensor]:
         """Its moments in 32 bits by key, those that torch.optim keeps with these settings."""
         settings = {**self.settings, **EXACT}
-        state = optimizer._state_for_settings(dict(self.state), self.p, settings)
+        with _state_dicts.refusing(self.where):
+            state = optimizer._state_for_settings(dict(self.state), self.p, settings)
         return {moment.key: state[moment.key] for moment in optimizer._moments(settings)}
 
 

@@ -16,7 +16,7 @@ from lowbit_optim_kernels.formats import Format, finite_in_all, units
 from lowbit_optim_kernels.formats.dynamic8 import DYNAMIC8, block_absmax, create_dynamic_map, encode
 from lowbit_optim_kernels.rules import SIGNED, SQUARE, Moment
 
-from .. import _checks, _saved_moments
+from .. import _checks, _saved_moments, _state_dicts
 from .._optimizer import LowBitOptimizer
 from .bitsandbytes import BITSANDBYTES, BLOCKS, FAMILIES, NESTED, ONE_STATE, TWO_STATES, Family
 from .coded import Coded, same_blocks
@@ -194,6 +194,8 @@ def _coded(
         return encode(x, scale, signed).reshape(shape), scale
     if format is DYNAMIC8 and signed == moment.signed and same_blocks(shape, BLOCKS[0]):
         (unit,) = units((moment,), DYNAMIC8)
+        with _state_dicts.refusing(member.where):
+            _saved_moments.check_stored(member.state, member.p, unit)
         codes, scales = (member.state[part.key].detach().clone() for part in unit.parts)
     else:
         (unit,) = units((Moment(moment.key, SIGNED if signed else SQUARE),), DYNAMIC8)
