@@ -21,6 +21,7 @@ from lowbit_optim_kernels.engines.registry import HALF_TO_SINGLE
 from lowbit_optim_kernels.engines.triton import engine as engine_triton
 from lowbit_optim_kernels.engines.triton import grid, kinds, tiles
 from lowbit_optim_kernels.engines.triton import tables as engine_tables
+from lowbit_optim_kernels.engines.triton.compiled import Compiled
 from lowbit_optim_kernels.formats.dynamic8 import triton_tables
 
 pytestmark = pytest.mark.gpu  # `make gpu-check` runs these tests too
@@ -142,28 +143,16 @@ MIXED = [
 ]
 
 
-class Launches:
-    """A module of kernels whose launches are counted by name."""
-
-    def __init__(self, module, counts):
-        self.module, self.counts = module, counts
-
-    def __getattr__(self, name):
-        kernel, counts = getattr(self.module, name), self.counts
-
-        class Counted:
-            def __getitem__(self, grid):
-                counts[name] += 1
-                return kernel[grid]
-
-        return Counted()
-
-
 @pytest.fixture
 def launches(monkeypatch):
     """How often each kernel was launched so far."""
-    counts, original = Counter(), engine_triton.kernels
-    monkeypatch.setattr(engine_triton, "kernels", lambda *given: Launches(original(*given), counts))
+    counts, launch = Counter(), Compiled.launch
+
+    def counted(self, key, kernel, *given):
+        counts[kernel.__name__] += 1
+        launch(self, key, kernel, *given)
+
+    monkeypatch.setattr(Compiled, "launch", counted)
     return counts
 
 
