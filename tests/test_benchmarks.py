@@ -364,11 +364,17 @@ def test_the_cpu_page_shows_the_result_files():
 def test_plan_times_building_and_reuse(tmp_path):
     """In a process of its own: it switches Triton's interpreter off."""
     pytest.importorskip("triton")
-    python(f"""
+    said = python(f"""
 import pathlib
+import typer
 from benchmarks.speed import plan
 plan.main(["LARS8bit-paper"], [20], rounds=2, out=pathlib.Path({str(tmp_path)!r}))
+try:
+    plan.main(["Cain8bit"], [1])
+except typer.BadParameter as error:
+    print(error)
 """)
+    assert "'Cain8bit' does not run on the Triton engine" in said
     (case,) = json.loads((tmp_path / "plan.json").read_text())["cases"]
     medians = {name: spread["median"] for name, spread in case["microseconds"].items()}
     assert medians["build"] > medians["new gradients"] > 0

@@ -12,8 +12,8 @@ from lowbit_optim import _settings
 
 pytest.importorskip("triton", reason="the Triton engine needs the triton package")
 
-from lowbit_optim_kernels.engines.triton import engine as engine_triton
 from lowbit_optim_kernels.engines.triton import tables as engine_tables
+from lowbit_optim_kernels.engines.triton.compiled import Compiled
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="tests/test_gpu.py captures")
 
@@ -43,34 +43,11 @@ class Graph(TorchDispatchMode):
             self.calls.append((operator, args, options or {}, result))
         return result
 
-    def launched(self, kernel):
-        """A kernel whose launches are noted."""
-        graph = self
-
-        class Noted:
-            def __getitem__(self, grid):
-                def launch(*args, **options):
-                    graph.calls.append((kernel[grid], args, options, None))
-                    with _disable_current_modes():  # what the interpreter does is no device's
-                        kernel[grid](*args, **options)
-
-                return launch
-
-        return Noted()
-
     def replay(self):
         for call, args, options, result in self.calls:
             again = call(*args, **options)
             if isinstance(result, torch.Tensor) and again.data_ptr() != result.data_ptr():
                 result.copy_(again)
-
-
-class Kernels:
-    def __init__(self, module, graph):
-        self.module, self.graph = module, graph
-
-    def __getattr__(self, name):
-        return self.graph.launched(getattr(self.module, name))
 
 
 def plans_of(optimizer):
@@ -82,13 +59,16 @@ def captured(optimizer):
     """A graph of what is run inside, which here is run as well."""
     spare = [pair for plan in plans_of(optimizer) for pair in plan.spare]
     graph = Graph({x.data_ptr() for pair in spare for x in pair})
-    add_up = engine_triton.add_up
+    launch = Compiled.launch
+
+    def noted(*given):
+        graph.calls.append((launch, given, {}, None))
+        with _disable_current_modes():  # what the interpreter does is no device's
+            launch(*given)
+
     with pytest.MonkeyPatch.context() as patch, graph:
         patch.setattr(engine_tables, "capturing", lambda device: True)
-        patch.setattr(engine_triton, "add_up", graph.launched(add_up))
-        for plan in plans_of(optimizer):
-            noted = Kernels(plan.code.kernels, graph)
-            patch.setattr(plan, "code", plan.code._replace(kernels=noted))
+        patch.setattr(Compiled, "launch", noted)
         yield graph
 
 

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Annotated, Any
 from unittest.mock import patch
 
-os.environ["TRITON_INTERPRET"] = "0"
+os.environ.pop("TRITON_INTERPRET", None)  # read when triton is imported: kernels are compiled here
 
 import torch
 import typer
@@ -24,6 +24,7 @@ from rich.console import Console
 from rich.markdown import Markdown
 
 from benchmarks.common import arguments, measure, registry, report, tables
+from benchmarks.static import traffic
 from benchmarks.static.ptx.launch import Driver, taking_cpu_tensors
 from lowbit_optim_kernels import dispatch
 from lowbit_optim_kernels.batch import Batch, StepTensors
@@ -83,9 +84,7 @@ def times(name: str, tensors: int, rounds: int) -> dict[str, dict[str, float]]:
     """Microseconds to build a plan, to find it unchanged, to take new gradients, and of a step."""
     optimizer = _optimizer(name, tensors)
     batch = _batch(optimizer)
-    found: dict[str, list[float]] = {
-        "build": [], "same gradients": [], "new gradients": [], "step": []
-    }  # fmt: skip
+    found: dict[str, list[float]] = {"build": [], "same gradients": [], "new gradients": []}
 
     def build() -> None:
         batch.tables, batch.reused = None, False
@@ -108,10 +107,10 @@ def times(name: str, tensors: int, rounds: int) -> dict[str, dict[str, float]]:
         found["same gradients"].append(microseconds(partial(go_on, same)))
         new = [torch.randn_like(g) for g in same]
         found["new gradients"].append(microseconds(partial(go_on, new)))
-    for i in range(measure.WARM_UP + rounds):  # kernels are compiled in the first one
-        taken = microseconds(optimizer.step)
-        if i >= measure.WARM_UP:
-            found["step"].append(taken)
+    for _ in range(measure.WARM_UP):  # kernels are compiled in the first one
+        optimizer.step()
+    steps = measure.back_to_back(optimizer.step, batch.device, rounds)
+    found["step"] = [1e6 * seconds for seconds in steps]
     return {name: measure.spread(values) for name, values in found.items()}
 
 
@@ -128,7 +127,10 @@ def main(
     """Time the host's work on a GPU's step."""
     console, load = Console(), report.load_average()
     with arguments.refusing():
-        names = arguments.known("optimizer", optimizer, registry.REGISTRY)
+        names = [entry.name for entry in registry.select(optimizer)]
+        for name in names:
+            if traffic.rule_of(_optimizer(name, 1)) is None:
+                raise ValueError(f"{name!r} does not run on the Triton engine's passes")
     cases = []
     with taking_cpu_tensors(_Nowhere(90)):
         for name in names:
