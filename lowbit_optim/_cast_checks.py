@@ -21,11 +21,20 @@ _CAST = (
     "to this one"
 )
 
+_LOAD_WHOLE = (
+    "torch.distributed.checkpoint casts it between plain tensors and DTensors. Load a whole state "
+    "dict, see docs/bf16_weights.md; without this entry a weight goes on from its bf16 number"
+)
+
 _LOAD_AS_SAVED = (
     "torch.distributed.checkpoint puts a whole state dict into the state of this optimizer, and "
     "casts it with broadcast_from_rank0. Give it to load_state_dict() on every rank instead, see "
     "docs/guides/sharded.md"
 )
+
+
+# Numbers that have to look cast, all of those there are: one in 29 does by chance.
+LEAST_CAST = 8
 
 
 def require_coded(saved: Mapping[str, Any], p: Tensor, unit: Unit) -> None:
@@ -104,6 +113,8 @@ def require_uncast(
         8- or 4-bit codes  numbers       a group of coded moments, all of whose numbers are whole
         32-bit numbers     codes         a group of 32 bits, with DTensors of codes and equal scales
         a residual         other widths  another dtype than the group's master_weight_bits mean
+        one of 16 bits     bf16, or the  all of its numbers being whole, or having few bits
+                           reverse
 
     All moments of a parameter are cast or none, so those that an override keeps in 32 bits pass if
     one of them has a number that is not whole. Numbers become codes by `broadcast_from_rank0` only,
@@ -137,6 +148,32 @@ def require_uncast(
         raise ValueError(
             f"{RESIDUAL_KEY!r} is {got} and was saved with master_weight_bits={bits}, which is "
             f"{wanted}; {_CAST}"
+        )
+    if wanted == got == residual_dtype == torch.int16:
+        _require_own_bits(_sharding.local(residual))
+
+
+def _require_own_bits(residual: Tensor) -> None:
+    """Refuse a residual of 16 bits whose numbers have been cast, not its bits.
+
+    DTensors have bf16 numbers of the same bits as the integers of plain tensors. Integers that were
+    cast to bf16 are whole there, and bf16 numbers that were cast to integers have at most 8
+    significant bits. Residuals whose last 8 bits are 0 say nothing: they were begun in 24 bits, or
+    are of weights that were fp16.
+    """
+    if residual.device.type == "meta":
+        return
+    bits, wide = as_integers(residual), residual.float()
+    if residual.dtype == torch.bfloat16:
+        cast = (wide == wide.round()) & (wide.abs() <= 2**15)
+    else:  # 32767 is what some devices make of greater numbers
+        cast = (wide == residual.bfloat16().float()) | (bits == 2**15 - 1)
+    telling = bits & 255 != 0
+    if int(telling.sum()) >= LEAST_CAST and bool(cast[telling].all()):
+        raise ValueError(
+            f"{RESIDUAL_KEY!r} of shape {tuple(residual.shape)} has numbers that were cast from "
+            f"{'integers to bf16' if residual.dtype == torch.bfloat16 else 'bf16 to integers'}; "
+            f"{_LOAD_WHOLE}"
         )
 
 
