@@ -243,10 +243,10 @@ class Share:
 
 @pytest.fixture
 def run_in_pool(monkeypatch):
-    """`numba_threads.run` where there is no OpenMP, as in a forked child."""
+    """Runs a job of two threads where there is no OpenMP, as in a forked child."""
     numba_threads = pytest.importorskip("lowbit_optim_kernels.engines.numba.threads")
     monkeypatch.setattr(numba_threads, "_openmp", lambda: None)
-    return numba_threads.run
+    return lambda share: numba_threads.Job(share, 2, 2, []).run()
 
 
 def wait_for_two_calls(share):
@@ -263,7 +263,7 @@ def test_a_job_that_fails_ends_when_its_helpers_have(run_in_pool):
 
     share = Share(fail, lambda share: time.sleep(0.3))
     with pytest.raises(MemoryError):
-        run_in_pool(share, 2, 2, [])
+        run_in_pool(share)
     assert share.ended == 1
 
 
@@ -282,7 +282,7 @@ def test_a_job_that_is_interrupted_ends_when_its_helpers_have(run_in_pool):
     share = Share(wait_for_two_calls, interrupt)
     try:
         with pytest.raises(KeyboardInterrupt):
-            run_in_pool(share, 2, 2, [])
+            run_in_pool(share)
     finally:
         signal.signal(signal.SIGINT, before)
     assert share.ended == 2
@@ -299,8 +299,8 @@ def test_a_thread_that_cannot_start_leaves_nothing_for_later(run_in_pool, monkey
     with monkeypatch.context() as patch:
         patch.setattr(threading.Thread, "start", refuse)
         first = Share(lambda share: None, lambda share: None)
-        run_in_pool(first, 2, 2, [])
+        run_in_pool(first)
     assert first.calls == 1
     second = Share(wait_for_two_calls, lambda share: None)
-    run_in_pool(second, 2, 2, [])
+    run_in_pool(second)
     assert (first.calls, second.calls, second.ended) == (1, 2, 2)

@@ -102,19 +102,19 @@ def test_pieces_of_a_thread_that_does_not_come_back_are_done_again(number, monke
     torch.set_num_threads(number)
     expected = trained("LANS8bit", [torch.float32])
 
-    def run(function, count, team, work):
+    def run(job):
         tickets = running[-1].tickets
         tickets[:, :-1, 1:, 0] = 1
-        original(function, count, team, work)
+        original(job)
         assert (tickets[:, :-1, 1:, 1] & 1).any()
 
     def sweep(self, part):
         running.append(self)
         whole(self, part)
 
-    running, original, whole = [], threads.run, tables.Sweep.run
+    running, original, whole = [], threads.Job.run, tables.Sweep.run
     monkeypatch.setattr(tables.Sweep, "run", sweep)
-    monkeypatch.setattr(threads, "run", run)
+    monkeypatch.setattr(threads.Job, "run", run)
     assert identical(trained("LANS8bit", [torch.float32]), expected)
     assert len(running) == 3
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -20,7 +19,7 @@ from ...formats import Format, Unit
 from ...formats.layout import Layout
 from ...rules import Moment
 from .. import torch as torch_engine
-from . import job, modules, source
+from . import modules, source
 from . import threads as numba_threads
 from .cache import c_function
 from .tables import tables_for, threads_for
@@ -46,14 +45,15 @@ class NumbaRun:
         if self.batch.grad_scale is not None:
             scale /= float(self.batch.grad_scale)
         self.tables.scalars[:, source.GSCALE] = scale
-        self._per_tensor("begin")
+        self.tables.call("begin", self.live)
 
     def reduce(self, phase: int) -> Tensor:
         self.sweep.run(phase)
         return torch.from_numpy(self.sweep.sums[phase])
 
     def combine(self, phase: int, sums: Tensor) -> None:
-        self._per_tensor(f"combine_{phase}", sums.contiguous().numpy())
+        totals = sums.contiguous()
+        self.tables.call(f"combine_{phase}", self.live, totals.data_ptr())
 
     def finish(self) -> None:
         if not self.live:
@@ -61,14 +61,7 @@ class NumbaRun:
         self.wrote = True
         self.sweep.run(-1)
         if self.batch.rule.kept():
-            self._per_tensor("keep")
-
-    def _per_tensor(self, name: str, sums: np.ndarray | None = None) -> None:
-        at = 0 if sums is None else sums.ctypes.data
-        words = job.tensor_words(
-            0, len(self.batch.slots), self.tables.table_addresses, at, self.live
-        )
-        numba_threads.call(self.tables.per_tensor[name], words)
+            self.tables.call("keep", self.live)
 
 
 def start(batch: Batch) -> NumbaRun:
@@ -113,4 +106,4 @@ def _code(
     threads = threads_for(layout.rows * layout.row, torch.get_num_threads())
     function = c_function(modules.codec(format), share)
     work = [layout.row, *(tensor.data_ptr() for tensor in (x, *stored))]
-    numba_threads.run(function, layout.rows * layout.blocks_per_row, threads, work)
+    numba_threads.Job(function, layout.rows * layout.blocks_per_row, threads, work).run()

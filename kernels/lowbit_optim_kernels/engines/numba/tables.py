@@ -70,6 +70,10 @@ class Tables:
     def __post_init__(self) -> None:
         arrays = (self.address, self.geometry, self.hyper, self.scalars)
         self.table_addresses = [array.ctypes.data for array in arrays]
+        self.words = np.array(
+            job.tensor_words(0, len(self.address), self.table_addresses), dtype=np.int64
+        )
+        self.words_address = self.words.ctypes.data
         self.rows: list[list[int]] = []
         self.sweeps: dict[tuple[int, int, bool], Sweep] = {}
 
@@ -79,6 +83,11 @@ class Tables:
         if key not in self.sweeps:
             self.sweeps[key] = Sweep(self, *key)
         return self.sweeps[key]
+
+    def call(self, name: str, live: bool, sums: int = 0) -> None:
+        """The per-tensor arithmetic of all tensors; see `job.tensor_words`."""
+        self.words[job.T_SUMS // job.WORD :] = sums, live
+        self.per_tensor[name].ctypes(self.words_address)
 
 
 class Sweep:
@@ -97,7 +106,6 @@ class Sweep:
             (bucket, *window) for bucket in tables.buckets for window in bucket.windows(most)
         ]
         begins = np.cumsum([0, *(chunks for _, _, chunks, _ in windows)])
-        self.function = modules.sweep()
         self.threads = threads_for(sum(elements for *_, elements in windows), threads)
         self.partial = [np.empty((begins[-1], len(phase.sums))) for phase in phases]
         self.sums = [np.empty((len(tables.address), len(phase.sums))) for phase in phases]
@@ -120,13 +128,19 @@ class Sweep:
             table[:, k, job.TERMS // job.WORD :] = sums.shape[1], sums.ctypes.data, combine
         parts = [table] if whole else [table[:, k] for k in range(1 + len(phases))]
         self.parts = [np.ascontiguousarray(part).reshape(-1, table.shape[-1]) for part in parts]
+        combined, let_others = self.combined.ctypes.data, numba_threads.let_others()
+        self.jobs = [
+            numba_threads.Job(
+                modules.sweep(), self.threads, self.threads,
+                [rows.ctypes.data, len(rows), combined, let_others],
+            )
+            for rows in self.parts
+        ]  # fmt: skip
 
     def run(self, part: int) -> None:
         """Run a part."""
         self.tickets[:] = 0
-        rows = self.parts[part]
-        work = [rows.ctypes.data, len(rows), self.combined.ctypes.data, numba_threads.let_others()]
-        numba_threads.run(self.function, self.threads, self.threads, work)
+        self.jobs[part].run()
 
 
 def _chunks(slots: list[Slot], members: list[int]) -> np.ndarray:

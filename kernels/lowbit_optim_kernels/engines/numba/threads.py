@@ -47,13 +47,35 @@ def job_words(
     return head + work
 
 
-class _Job:
-    """A job's words and tickets in memory."""
+class Job:
+    """All of a job, in memory; it can be run again and again.
 
-    def __init__(self, number: int, threads: int, count: int, work: list[int]) -> None:
-        self.tickets = np.zeros((1 + threads, 8), dtype=np.int64)
-        self.words = np.array(job_words(self.tickets, number, threads, count, work), dtype=np.int64)
+    Args:
+        share: a share's `cache.c_function`.
+        count: how many items it has.
+        threads: how many threads to use at most.
+        work: the job's words on what it works on.
+    """
+
+    def __init__(self, share: CFunction, count: int, threads: int, work: list[int]) -> None:
+        self.share, self.threads = share, max(1, min(threads, count))
+        self.tickets = np.zeros((1 + self.threads, 8), dtype=np.int64)
+        number = thread_number(self.threads)
+        self.words = np.array(
+            job_words(self.tickets, number, self.threads, count, work), dtype=np.int64
+        )
         self.address = self.words.ctypes.data
+
+    def run(self) -> None:
+        """Run it all."""
+        self.tickets[:] = 0
+        openmp = _team(self.threads)
+        if self.threads == 1:
+            self.share.ctypes(self.address)
+        elif openmp is None:
+            _pool.run(self)
+        else:  # returns when the whole team has, and no signal's handler runs before
+            openmp[0](self.share.address, self.address, self.threads, 0)
 
 
 class _Helper:
@@ -63,14 +85,14 @@ class _Helper:
     own thread, which never lets go, and the helper does nothing. It holds the job's memory.
     """
 
-    def __init__(self, share: Any, job: _Job) -> None:
-        self.share, self.job = share, job
+    def __init__(self, job: Job) -> None:
+        self.job = job
         self.lock = threading.RLock()  # an interrupted `end` is repeated
 
     def __call__(self) -> None:
         if self.lock.acquire(blocking=False):
             try:
-                self.share(self.job.address)
+                self.job.share.ctypes(self.job.address)
             finally:
                 self.lock.release()
 
@@ -96,16 +118,16 @@ class _Pool:
         self.executor: ThreadPoolExecutor | None = None
         self.lock = threading.Lock()
 
-    def run(self, share: Any, job: _Job, threads: int) -> None:
-        """Run the share on this thread and on `threads` - 1 others.
+    def run(self, job: Job) -> None:
+        """Run a job on this thread and on as many others as it has.
 
         No other thread is in the share when this returns or raises: what the job works on belongs
         to the caller.
         """
-        helpers = [_Helper(share, job) for _ in range(threads - 1)]
+        helpers = [_Helper(job) for _ in range(job.threads - 1)]
         try:
             self._submit(helpers)
-            share(job.address)
+            job.share.ctypes(job.address)
         finally:
             _end(helpers)
 
@@ -175,29 +197,3 @@ def let_others() -> int:
     except (OSError, AttributeError):
         return 0
     return ctypes.cast(function, ctypes.c_void_p).value or 0
-
-
-def call(function: CFunction, words: list[int]) -> None:
-    """Call a C function with the address of int64 words."""
-    job = np.array(words, dtype=np.int64)
-    function.ctypes(job.ctypes.data)
-
-
-def run(share: CFunction, count: int, threads: int, work: list[int]) -> None:
-    """Run all of a job.
-
-    Args:
-        share: a share's `cache.c_function`.
-        count: how many items it has.
-        threads: how many threads to use at most.
-        work: the job's words on what it works on.
-    """
-    threads = max(1, min(threads, count))
-    openmp = _team(threads)
-    job = _Job(thread_number(threads), threads, count, work)
-    if threads == 1:
-        share.ctypes(job.address)
-    elif openmp is None:
-        _pool.run(share.ctypes, job, threads)
-    else:  # returns when the whole team has, and no signal's handler runs before
-        openmp[0](share.address, job.address, threads, 0)
