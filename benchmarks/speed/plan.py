@@ -23,6 +23,7 @@ import typer
 from rich.console import Console
 from rich.markdown import Markdown
 
+import lowbit_optim
 from benchmarks.common import arguments, measure, registry, report, tables
 from benchmarks.static import traffic
 from benchmarks.static.ptx.launch import Driver, taking_cpu_tensors
@@ -132,7 +133,7 @@ def main(
             if traffic.rule_of(_optimizer(name, 1)) is None:
                 raise ValueError(f"{name!r} does not run on the Triton engine's passes")
     cases = []
-    with taking_cpu_tensors(_Nowhere(90)):
+    with taking_cpu_tensors(_Nowhere(90)), lowbit_optim.use_engine("triton"):
         for name in names:
             for count in tensors:
                 spreads = times(name, count, rounds)
