@@ -114,7 +114,8 @@ class World:
             assert not bool((value < 0).any()), f"{what} is negative"
         if self.huge.get(index) and not eight:
             return
-        of_gradients = key in (*self.case.moments, "z")  # which no format codes
+        exact = ("variance", "z")  # which no format codes; the first in 8 bits, by an override, too
+        of_gradients = key in (*self.case.moments, *exact)
         lost = self.lost.get(index, False) if of_gradients else False
         assert bool((value.isfinite() | lost).all()), f"{what} is not finite"
 
