@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -12,6 +12,7 @@ from lowbit_optim_kernels import dispatch
 from lowbit_optim_kernels.formats import (
     FORMATS,
     Format,
+    Part,
     Unit,
     compute_dtype,
     finite_in_all,
@@ -167,20 +168,16 @@ def _check_numbers(moment: Moment, value: Tensor, p: Tensor, harmless: HarmlessM
         raise ValueError(f"{moment.key!r} has elements that are not {allowed}")
 
 
-def unit_tensors(saved: Mapping[str, Any], p: Tensor, unit: Unit) -> dict[str, Tensor]:
-    """A unit's saved tensors on the parameter's device, in the dtypes of its parts."""
-    return {
-        part.key: saved[part.key]
-        .detach()
-        .to(device=p.device, dtype=part.dtype or compute_dtype(p), copy=True)
-        .contiguous()
-        for part in unit.parts
-    }
+def _tensor(saved: Mapping[str, Any], p: Tensor, part: Part) -> Tensor:
+    """A copy of a saved tensor on the parameter's device, in the dtype of its part."""
+    dtype = part.dtype or compute_dtype(p)
+    tensor: Tensor = saved[part.key].detach().to(device=p.device, dtype=dtype, copy=True)
+    return tensor.contiguous()
 
 
-def decoded(stored: Iterable[Tensor], p: Tensor, unit: Unit) -> list[Tensor]:
+def _decoded(stored: list[Tensor], p: Tensor, unit: Unit) -> list[Tensor]:
     """The numbers of the moments of a parameter's unit."""
-    return dispatch.decode(unit, list(stored), p.shape, compute_dtype(p))
+    return dispatch.decode(unit, stored, p.shape, compute_dtype(p))
 
 
 def moments_in_format(
@@ -197,23 +194,23 @@ def moments_in_format(
     state: dict[str, Tensor] = {}
     numbers: dict[Moment, Tensor] = {}
     for wanted in units(moments, format):
-        same = tuple(m for m in wanted.moments if formats[m] is wanted.format)
-        if wanted.format.relative and len(same) < len(wanted.moments):
-            same = ()
-        for unit in units(same, wanted.format):
-            state.update(unit_tensors(saved, p, unit))
-        other = tuple(m for m in wanted.moments if m not in same)
-        if not other:
-            continue
-        if not numbers:
-            for unit in there:
-                values = decoded(unit_tensors(saved, p, unit).values(), p, unit)
-                numbers.update(zip(unit.moments, values, strict=True))
-        values = [numbers[moment] for moment in other]
-        if not wanted.format.exact:  # as in a step
-            values = finite_in_all(values)
-        for unit in units(other, wanted.format):
-            state.update(dispatch.encode(unit, values, p.shape))
+        other = tuple(m for m in wanted.moments if formats[m] is not wanted.format)
+        if other and wanted.format.relative:
+            other = wanted.moments
+        coded: dict[str, Tensor] = {}
+        if other:
+            if not numbers:
+                for unit in there:
+                    values = _decoded([_tensor(saved, p, x) for x in unit.parts], p, unit)
+                    numbers.update(zip(unit.moments, values, strict=True))
+            values = [numbers[moment] for moment in other]
+            if not wanted.format.exact:  # as in a step
+                values = finite_in_all(values)
+            (unit,) = units(other, wanted.format)
+            coded = dispatch.encode(unit, values, p.shape)
+        for part in wanted.parts:
+            new = coded.get(part.key)
+            state[part.key] = _tensor(saved, p, part) if new is None else new
     return state, {part.key for unit in there for part in unit.parts}
 
 
@@ -221,9 +218,9 @@ def read_with_error(saved: Mapping[str, Any], p: Tensor, moment: Moment) -> tupl
     """A saved moment's numbers, and how far from them what was rounded to them may have been."""
     (unit,) = saved_units(saved, (moment,))
     check_stored(saved, p, unit)
-    stored = list(unit_tensors(saved, p, unit).values())
-    (x,) = decoded(stored, p, unit)
+    stored = [_tensor(saved, p, part) for part in unit.parts]
+    (x,) = _decoded(stored, p, unit)
     if unit.format.exact:
         return x, torch.finfo(saved[moment.key].dtype).eps * x.abs()
-    neighbours = [decoded(near, p, unit)[0] for near in unit.format.neighbours(stored)]
+    neighbours = [_decoded(near, p, unit)[0] for near in unit.format.neighbours(stored)]
     return x, torch.stack([(y - x).abs() for y in neighbours]).amax(0) / 2

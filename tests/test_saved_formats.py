@@ -178,3 +178,15 @@ def test_moments_of_gradients_that_were_always_0_load(name, state_format, engine
         loads = build(name, model, state_format=state_format)
         loads.load_state_dict(saved)
         assert identical(loads.state_dict(), saved)
+
+
+@pytest.mark.parametrize("key", ["exp_avg", "exp_avg_sq"])
+def test_a_state_of_codes_and_numbers_is_loaded_in_the_order_of_one_that_steps_made(key, model):
+    optimizer = trained("AdamW", model, state_format="dynamic8")
+    saved = copy.deepcopy(optimizer.state_dict())
+    state = saved["state"][0]
+    del state[f"{key}_absmax"]
+    state[key] = torch.rand(model.weight.shape)
+    loads = build("AdamW", model, state_format="dynamic8")
+    loads.load_state_dict(saved)
+    assert list(loads.state[model.weight]) == list(optimizer.state[model.weight])
