@@ -47,8 +47,7 @@ def require_coded(saved: Mapping[str, Any], p: Tensor, unit: Unit) -> None:
         return
     if any(bool(saved[part.key].any()) for part in unit.parts if part.per_block):
         return
-    zeros = constant(unit, (0.0,) * len(unit.moments))
-    for part, zero in zip(unit.parts, zeros, strict=True):
+    for part, zero in zip(unit.parts, constant(unit, 0.0), strict=True):
         if not part.per_block and bool((saved[part.key] != zero).any()):
             raise ValueError(
                 f"{part.key!r} has codes of {unit.format.name!r} and all of its scales are 0, "

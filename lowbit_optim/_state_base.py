@@ -232,10 +232,10 @@ class StateBase(Optimizer):
         self, p: Tensor, group: Mapping[str, Any], state: Mapping[str, Any]
     ) -> dict[str, TensorSpec]:
         """Every tensor that a step wants in a parameter's state; `state` is what there is."""
-        starts = dict.fromkeys(self._moments(group), self._initial_value(group))
         return _state_layout.state_layout(
-            p, starts, self._format(p, group), self._lasting(group), self._weights(p, group)
-        )
+            p, self._moments(group), self._initial_value(group), self._format(p, group),
+            self._lasting(group), self._weights(p, group),
+        )  # fmt: skip
 
     def _initial_tensor(
         self, key: str, stored: TensorSpec, p: Tensor, group: Mapping[str, Any]

@@ -37,14 +37,15 @@ def lasting_spec(x: Lasting, p: Tensor) -> TensorSpec:
 
 
 def state_layout(
-    p: Tensor, starts: Mapping[Moment, float], format: Format, lasting: Iterable[Lasting],
-    weights: Weights,
+    p: Tensor, moments: tuple[Moment, ...], start: float, format: Format,
+    lasting: Iterable[Lasting], weights: Weights,
 ) -> dict[str, TensorSpec]:  # fmt: skip
     """The tensors of a parameter's state.
 
     Args:
         p: the parameter.
-        starts: its moments, each with the value that all of its elements have at first.
+        moments: what is kept of it.
+        start: the value that all of their elements have at first.
         format: how they are stored.
         lasting: what is kept of it beside moments.
         weights: how the parameter itself is stored.
@@ -54,9 +55,8 @@ def state_layout(
         tensors[RESIDUAL_KEY] = TensorSpec(tuple(p.shape), weights.residual, p.device)
     for x in lasting:
         tensors[x.key] = lasting_spec(x, p)
-    for unit in units(tuple(starts), format):
-        values = constant(unit, tuple(starts[moment] for moment in unit.moments))
-        for part, value in zip(unit.parts, values, strict=True):
+    for unit in units(moments, format):
+        for part, value in zip(unit.parts, constant(unit, start), strict=True):
             shape = part.shape(p.shape, unit.format.block)
             dtype = part.dtype or compute_dtype(p)
             tensors[part.key] = TensorSpec(shape, dtype, p.device, value)

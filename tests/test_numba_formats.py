@@ -209,8 +209,7 @@ def slot_of(shape, format, bits, p, g, before=0, weights_before=0):
     layout = Layout.of(shape, format.block)
     state = []
     for unit in formats.units(RULE.moments, format):
-        zeros = formats.constant(unit, (0.0,) * len(unit.moments))
-        for part, zero in zip(unit.parts, zeros, strict=True):
+        for part, zero in zip(unit.parts, formats.constant(unit, 0.0), strict=True):
             at = part.shape(shape, unit.format.block)
             state.append(torch.full(at, zero, dtype=part.dtype or torch.float32))
     kept = weights.WEIGHTS[bits]

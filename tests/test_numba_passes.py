@@ -145,8 +145,7 @@ def one_step(engine, rule, format, hyper, shape=(3, 300)):
     p, g = (torch.randn(shape, generator=generator) for _ in range(2))
     layout, state = Layout.of(shape, format.block), []
     for unit in formats.units(rule.moments, format):
-        fills = formats.constant(unit, (0.0,) * len(unit.moments))
-        for part, fill in zip(unit.parts, fills, strict=True):
+        for part, fill in zip(unit.parts, formats.constant(unit, 0.0), strict=True):
             at = part.shape(shape, unit.format.block)
             state.append(torch.full(at, fill, dtype=part.dtype or torch.float32))
     count = torch.zeros((), dtype=torch.int64)

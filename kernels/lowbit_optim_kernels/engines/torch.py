@@ -205,7 +205,7 @@ class _UnitView:
         stored, moments = self._of_slab(slab), self.unit.moments
         if self.format.exact:
             return self.format.decode(moments, stored, dtype)
-        pads = constant(self.unit, (0.0,) * len(moments))
+        pads = constant(self.unit, 0.0)
         in_blocks = [
             x[..., None] if part.per_block else _in_blocks(x, self.format.block, pad)
             for (part, x), pad in zip(self._pairs(stored), pads, strict=True)

@@ -180,13 +180,13 @@ def parts_of(moments: tuple[Moment, ...], format: Format) -> list[Part]:
 
 
 @cache
-def constant(unit: Unit, values: tuple[float, ...]) -> tuple[float, ...]:
-    """The filling of each part by which all elements of the moments are these values.
+def constant(unit: Unit, value: float) -> tuple[float, ...]:
+    """The filling of each part by which all elements of all moments are this value.
 
     Of a few elements: on more, torch's operators may use threads, which a forked child has not.
     """
     few = min(unit.format.block, 16)
-    blocks = [torch.full((1, few), x, dtype=torch.float64, device="cpu") for x in values]
+    blocks = [torch.full((1, few), value, dtype=torch.float64, device="cpu") for _ in unit.moments]
     return tuple(x.flatten()[0].item() for x in unit.format.encode(unit.moments, blocks))
 
 

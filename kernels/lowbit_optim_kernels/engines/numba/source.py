@@ -322,6 +322,5 @@ def _pads(unit: Unit) -> tuple[int, ...]:
         stored = torch.tensor([value], dtype=dtype, device="cpu").view(torch.uint8)
         return int.from_bytes(bytes(stored.tolist()), "little", signed=dtype.itemsize > 1)
 
-    values = constant(unit, (0.0,) * len(unit.moments))
-    pairs = zip(unit.parts, values, strict=True)
+    pairs = zip(unit.parts, constant(unit, 0.0), strict=True)
     return tuple(pad(value, part.dtype or torch.float32) for part, value in pairs)

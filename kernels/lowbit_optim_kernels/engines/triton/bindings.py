@@ -294,8 +294,8 @@ class _Writer:
         inexact: list[int] = []
         made = []
         for unit in units(moments, format):
-            pads = dict(zip(unit.parts, constant(unit, (0.0,) * len(unit.moments)), strict=True))
-            given = {part: (next(columns), pads[part]) for part in unit.parts}
+            pads = zip(unit.parts, constant(unit, 0.0), strict=True)
+            given = {part: (next(columns), pad) for part, pad in pads}
             inexact += () if unit.format.exact else unit.index
             for one in _as_coded(unit):
                 order += one.index
