@@ -18,6 +18,7 @@ from lowbit_optim_kernels.devices import current_stream, scalar_dtype
 
 from . import _checks, _gradients, _sharding, _sums
 from ._optimizer import LowBitOptimizer, require_own
+from ._parameter_numbers import all_parameters
 from ._settings import PREVIOUS_NORM
 
 BUCKET_BYTES = 64 << 20
@@ -158,7 +159,7 @@ class ReleasedGradients:
         self._taken: set[Tensor] = set()  # since the last step
         self._lock = threading.Lock()  # the backward pass has a thread for each device
         self._hooks: dict[Tensor, RemovableHandle] = {}
-        params = self._params()
+        params = all_parameters(optimizer.param_groups)
         try:
             self._hook(params)
             if clip_previous_norm is not None and params:
@@ -174,9 +175,6 @@ class ReleasedGradients:
         if optimizer is None:
             raise RuntimeError("the optimizer of these released gradients is no longer there")
         return optimizer
-
-    def _params(self) -> list[Tensor]:
-        return [p for group in self._optimizer.param_groups for p in group["params"]]
 
     def _hook(self, params: Iterable[Tensor]) -> None:
         """Have those of these parameters stepped by hooks that are trained and have none yet."""
@@ -296,7 +294,7 @@ class ReleasedGradients:
     @torch.no_grad()
     def finish(self) -> None:
         """Step what still waits, and what had no hook yet; the step is over."""
-        params = self._params()
+        params = all_parameters(self._optimizer.param_groups)
         self._unhook(self._hooks.keys() - params)  # which have left the groups, or been replaced
         self._hook(params)
         waiting = [p for bucket in self._waiting.values() for p in bucket.params]
