@@ -231,11 +231,6 @@ class Share:
         }
         return {**shapes, RESIDUAL_KEY: tuple(self.p.shape)}
 
-    @property
-    def groups(self) -> ProcessGroups:
-        """The processes over which sums have to be added up."""
-        return () if self.whole else shard_groups(self.p)
-
     def stepped(self) -> Tensor:
         """The plain tensor that is stepped; of a whole parameter a copy."""
         tensor: Tensor = self.p.detach().full_tensor() if self.whole else local(self.p)
@@ -269,7 +264,7 @@ class Share:
 
     def locate(self, slot: Slot) -> None:
         """Tell the slot of this shard where it begins, and over which processes to add its sums."""
-        slot.groups = self.groups
+        slot.groups = () if self.whole else shard_groups(self.p)
         slot.blocks_before = self.positions_before(slot.format.block) // slot.format.block
         slot.weights_before = self.positions_before(WEIGHT_BLOCK)
 
