@@ -15,7 +15,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from .batch import ACCESS_BYTES, NO_GRADIENT, Batch, Slot, StepTensors
+from .batch import ACCESS_BYTES, NO_GRADIENT, Batch, StepTensors
 from .engines.registry import ENGINES
 from .reading import (
     PLAIN_TYPES,
@@ -216,10 +216,6 @@ class StepPlan:
             self._snapshot = self._take_snapshot(state)
         self._release()
 
-    @property
-    def _slots(self) -> list[Slot]:
-        return [slot for batch in self.batches for slot in batch.slots]
-
     def _release(self) -> None:
         """Let go of gradients, copies and state: others need their memory, or may move them."""
         self.gradients, self.new_states = [], {}
@@ -238,12 +234,12 @@ class StepPlan:
         None if any are for another reason, but for whole copies.
         """
         wholes: dict[int, Tensor] = {}
-        if self.gathered is not None and self.gathered.index:
+        if self.gathered is not None:
             wholes = dict(zip(self.gathered.index, self.gathered.gradients, strict=True))
         copied: list[tuple[Tensor, Tensor]] = []
         params: list[int] = []
         gradients: list[int] = []
-        for slot in self._slots:
+        for slot in (slot for batch in self.batches for slot in batch.slots):
             i = slot.index
             if i in wholes:
                 if slot.g is not wholes[i]:
