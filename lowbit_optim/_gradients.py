@@ -74,7 +74,7 @@ def checked(p: Tensor, name: str) -> Tensor:
             f"{name}: a parameter of shape {tuple(p.shape)} is a FakeTensor, which has no values "
             "to step; `lowbit-optim estimate` says what a model's state takes"
         )
-    if g.is_sparse or g.layout != torch.strided:
+    if g.layout != torch.strided:
         raise RuntimeError(
             f"{name} does not support sparse gradients; "
             "use sparse=False in the layer, or torch.optim.SparseAdam"

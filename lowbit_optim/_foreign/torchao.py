@@ -48,7 +48,7 @@ class TorchAO(Library):
         state, exact = dict(saved), []
         for moment in AMSGRAD:
             value = saved.get(moment.key)
-            if value is None or not _is_stored(value):
+            if not _is_stored(value):
                 continue
             read = _read(value, moment.key, p)
             numbers = {moment.key: read}, False
