@@ -75,12 +75,10 @@ class Locals:
             return (
                 (list(map(_LOCAL, self._params)), list(map(_LOCAL, gradients))) if placed else None
             )
-        pairs = list(zip(gradients, self._params, strict=True))
-        if not all(has_placements_of(g, p) for g, p in pairs if is_dtensor(p)):
-            return None
-        if any(is_dtensor(g) for g, p in pairs if not is_dtensor(p)):
-            return None
-        return list(map(local, self._params)), list(map(local, gradients))
+        pairs = zip(gradients, self._params, strict=True)
+        if all(has_placements_of(g, p) if is_dtensor(p) else not is_dtensor(g) for g, p in pairs):
+            return list(map(local, self._params)), list(map(local, gradients))
+        return None
 
     def _are_placed(self, specs: list[Any]) -> bool:
         """Whether gradients' specs say what the parameters' do: mostly they are the same objects.
