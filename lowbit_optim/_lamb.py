@@ -109,14 +109,13 @@ class LAMB(TrustOptimizer):
         _checks.flags(group, "bias_correction", "amsgrad", "adam_w_mode")
 
     def _rule(self, group: Mapping[str, Any]) -> Rule:
-        trust = group["trust_coefficient"] is not None
         return self._cached_rule(
             lamb_rule,
             use_amsgrad=group["amsgrad"],
             decay=group["weight_decay"] != 0,
             coupled=not group["adam_w_mode"],
-            trust=trust,
-            cap=group["max_unorm"] > 0 and not trust,
+            trust=group["trust_coefficient"] is not None,
+            cap=group["max_unorm"] > 0,
             caution=group["cautious"],
         )
 

@@ -158,10 +158,8 @@ class LARS(TrustOptimizer):
         _checks.one_of("adapt", group["adapt"], tuple(ADAPT))
 
     def _rule(self, group: Mapping[str, Any]) -> Rule:
-        trust = group["trust_coefficient"] is not None
-        cap = group["max_unorm"] > 0 and not trust
-        inside = group["scale_at"] == "lr" and not trust
-        momentum, caution = group["momentum"] != 0, group["cautious"]
+        trust, inside = group["trust_coefficient"] is not None, group["scale_at"] == "lr"
+        momentum, cap, caution = group["momentum"] != 0, group["max_unorm"] > 0, group["cautious"]
         options = momentum, group["nesterov"], trust, cap, inside, caution
         return self._cached_rule(rules_sgd.lars_rule, *options)
 
