@@ -43,8 +43,9 @@ SLOW, SLOW_SIGN = 0.9, 0.99
 class StateBase(Optimizer):
     """An optimizer's state of its parameters, by the settings `group` that apply to each.
 
-    `_loaded_state`, `_share`, `_state_of` and `_weights` take DTensors, too, of which a rank keeps
-    its shard; the other methods plain tensors, but for optimizers that step DTensors by themselves.
+    `_format`, `_kept_state`, `_loaded_state`, `_local_state`, `_restart_from_weight`, `_share`,
+    `_state_of` and `_weights` take DTensors, too, of which a rank keeps its shard; the other
+    methods plain tensors, but for optimizers that step DTensors by themselves.
     """
 
     family: ClassVar[str]
