@@ -136,7 +136,8 @@ class Eden:
             raise ValueError(f"state_dict of Eden has no {', '.join(map(repr, missing))}")
         groups = self._groups()
         base_lrs = state_dict.get("base_lrs", [float(g["initial_lr"]) for g in groups])
-        _checks.several("base_lrs", base_lrs, "numbers")
+        if not isinstance(base_lrs, (list, tuple)):
+            raise TypeError(f"base_lrs must be a list of numbers; got {base_lrs!r}")
         if len(base_lrs) != len(groups):
             raise ValueError(
                 f"state_dict has base_lrs for {len(base_lrs)} parameter groups, the optimizer has "

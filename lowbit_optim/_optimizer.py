@@ -353,5 +353,6 @@ def require_own(optimizer: Any, function: str) -> None:
     """Refuse what is no optimizer of this package."""
     if not isinstance(optimizer, LowBitOptimizer):
         raise TypeError(
-            f"{function} takes an optimizer of lowbit_optim, got {type(optimizer).__name__}"
+            f"{function} takes an optimizer of lowbit_optim, got "
+            f"{type(optimizer).__module__}.{type(optimizer).__qualname__}"
         )

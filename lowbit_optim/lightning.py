@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TypeVar
 
-from ._optimizer import LowBitOptimizer
+from ._optimizer import LowBitOptimizer, require_own
 
 T = TypeVar("T", bound=LowBitOptimizer)
 
@@ -28,11 +28,7 @@ def unscaled_by_trainer(optimizer: T) -> T:
     Example:
         >>> optimizer = unscaled_by_trainer(AdamW8bit(model.parameters(), lr=1e-3, fused=True))
     """
-    if not isinstance(optimizer, LowBitOptimizer):
-        raise TypeError(
-            f"optimizer must be one of lowbit_optim; got {type(optimizer).__module__}."
-            f"{type(optimizer).__qualname__}"
-        )
+    require_own(optimizer, "unscaled_by_trainer")
     # On the instance: the scaler and Lightning both ask it for this attribute of torch's.
     optimizer._step_supports_amp_scaling = False
     return optimizer

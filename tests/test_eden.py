@@ -156,10 +156,12 @@ def test_a_state_that_does_not_fit_changes_nothing():
         ({}, "batch"),
         ({**good, "base_lrs": [0.1, 0.2]}, "base_lrs"),
         ({**good, "base_lrs": [-0.1]}, "base_lrs"),
+        ({**good, "base_lrs": {0.1: 0}}, "base_lrs must be a list"),
+        ({**good, "base_lrs": iter([0.1])}, "base_lrs must be a list"),
         ({**good, "batch": -1}, "batch"),
         ({key: good[key] for key in ("batch", "base_lrs")}, "epoch"),
     ):
-        with pytest.raises(ValueError, match=name):
+        with pytest.raises((ValueError, TypeError), match=name):
             scheduler.load_state_dict(bad)
     after = (scheduler.state_dict(), scheduler.get_last_lr(), o.param_groups)
     assert repr(after) == repr(before)

@@ -384,7 +384,7 @@ def test_no_finite_weight_is_loaded_as_infinite(bits):
 def test_another_librarys_optimizer_has_no_master_weights(function):
     other = torch.optim.SGD([torch.nn.Parameter(torch.zeros(3))])
     with pytest.raises(
-        TypeError, match="master_weights takes an optimizer of lowbit_optim, got SGD"
+        TypeError, match="master_weights takes an optimizer of lowbit_optim, got torch"
     ):
         list(function(other))
 

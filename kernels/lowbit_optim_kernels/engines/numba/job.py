@@ -16,7 +16,8 @@ A row of a sweep is the job of such a pass; then SHARE, the address of the pass'
 reduction TERMS, how many it has, and the addresses of their SUMS over tensors (float64) and of the
 phase's COMBINE; else 0.
 
-A job of tensors is of the per-tensor arithmetic of those from FIRST to before LAST.
+A job of tensors is of the per-tensor arithmetic of those from FIRST to before LAST, with the
+address of a phase's sums over tensors (float64) or 0; LIVE is 0 where an AMP scaler skips the step.
 
 `Geometry` and `Chunk` number the columns of the tables `geometry` and `chunks`, of int64, too.
 """
@@ -57,16 +58,13 @@ class Chunk:
 CHUNK_BYTES = Chunk.WIDTH * WORD
 
 
-def tensor_words(
-    first: int, last: int, tables: Sequence[int], sums: int = 0, live: bool = True
-) -> list[int]:
-    """The words of a job of tensors; `tables` are addresses of the first four of `passes`' tables.
+def tensor_words(first: int, last: int, tables: Sequence[int]) -> list[int]:
+    """The words of a job of tensors that are stepped, without sums.
 
     Args:
         first: the first tensor.
         last: the one after the last.
-        tables: addresses of the address table, geometry, hyperparameters and scalars.
-        sums: address of a phase's sums over tensors, float64; 0 where there are none.
-        live: whether the step is taken.
+        tables: addresses of the first four of `passes`' tables: addresses, geometry,
+            hyperparameters and scalars.
     """
-    return [first, last, *tables, sums, int(live)]
+    return [first, last, *tables, 0, 1]

@@ -85,7 +85,7 @@ class Tables:
         return self.sweeps[key]
 
     def call(self, name: str, live: bool, sums: int = 0) -> None:
-        """The per-tensor arithmetic of all tensors; see `job.tensor_words`."""
+        """The per-tensor arithmetic of all tensors: `sums` and `live` are words of its job."""
         self.words[job.T_SUMS // job.WORD :] = sums, live
         self.per_tensor[name].ctypes(self.words_address)
 
