@@ -35,13 +35,14 @@ def fingerprint(model: torch.nn.Module) -> str:
 
 
 def load_engine(entry: registry.Entry, device: torch.device) -> dict[str, float | None]:
-    """Step throw-away weights once: what loading or compiling the kernels costs.
+    """Step throw-away weights of its dtype once: what loading or compiling the kernels costs.
 
     Returns:
         `first_step_s`, seconds of that step, and `engine_mib`, by how much the resident set grew.
     """
     shapes = ((16,), (8192,), (64, 256), (32, 16, 3, 3))
-    params = [torch.nn.Parameter(torch.ones(shape, device=device)) for shape in shapes]
+    ones = (torch.ones(shape, dtype=entry.dtype, device=device) for shape in shapes)
+    params = [torch.nn.Parameter(one) for one in ones]
     for param in params:
         param.grad = torch.ones_like(param)
     optimizer = entry.make(params, 1e-3)
