@@ -1,9 +1,15 @@
 """Rows of the benchmarks: what is stepped, loaded and counted is what their names say."""
 
+import pytest
 import torch
 
 from benchmarks.common import registry
 from benchmarks.quality import compare_worker
+from protocol import run_program
+
+# These need the extra `cli`.
+speed_program = pytest.importorskip("benchmarks.speed.cpu")
+passes_program = pytest.importorskip("benchmarks.speed.passes")
 
 
 def test_the_engine_is_loaded_for_the_weights_that_are_trained(monkeypatch):
@@ -17,3 +23,29 @@ def test_the_engine_is_loaded_for_the_weights_that_are_trained(monkeypatch):
     monkeypatch.setattr(type(entry.make), "__call__", noted)
     compare_worker.load_engine(entry, torch.device("cpu"))
     assert set(seen) == {torch.bfloat16}
+
+
+@pytest.mark.parametrize(
+    ("name", "dtypes", "refusal"),
+    [
+        ("AdamW8bit", ["float32"], None),
+        ("AdamW8bit", ["bfloat16"], None),
+        ("AdamW8bit-bf16", ["bfloat16"], None),
+        ("AdamW8bit-bf16", ["float32"], "is of bfloat16 weights, not of float32"),
+        ("AdamW8bit-bf16", ["float32", "bfloat16"], "not of float32, bfloat16"),
+    ],
+)
+def test_names_of_rows_are_held_against_the_dtype_that_is_stepped(name, dtypes, refusal):
+    given = [registry.REGISTRY[name]], *(getattr(torch, dtype) for dtype in dtypes)
+    if refusal is None:
+        registry.of_dtypes(*given)
+        return
+    with pytest.raises(ValueError, match=refusal):
+        registry.of_dtypes(*given)
+
+
+@pytest.mark.parametrize("program", [speed_program, passes_program])
+def test_speed_programs_refuse_rows_of_other_weights(program):
+    result = run_program(program, "--optimizer", "AdamW8bit-bf16-nearest")
+    assert result.exit_code == 2
+    assert "is of bfloat16 weights" in result.output.replace("\n", " ")

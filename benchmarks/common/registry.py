@@ -325,3 +325,17 @@ def select(names: Iterable[str], entries: Mapping[str, Entry] | None = None) -> 
             raise ValueError(f"optimizer {name!r} needs {entry.peer}, which is not installed")
         chosen[name] = entry
     return list(chosen.values())
+
+
+def of_dtypes(entries: Iterable[Entry], *dtypes: torch.dtype) -> None:
+    """Hold the weights that entries are of against those that a program steps.
+
+    An entry whose name says nothing of them is of any.
+
+    Raises:
+        ValueError: one is of weights in another dtype.
+    """
+    for entry in entries:
+        if entry.dtype != torch.float32 and {entry.dtype} != {*dtypes}:
+            own, *given = (str(one).removeprefix("torch.") for one in (entry.dtype, *dtypes))
+            raise ValueError(f"{entry.name!r} is of {own} weights, not of {', '.join(given)}")

@@ -181,6 +181,7 @@ def _chosen(optimizer: list[str] | None, peers: bool, console: Console) -> list[
     for name in names:
         if registry.REGISTRY[name].fused is None:
             raise ValueError(f"optimizer {name!r} has no torch optimizer to be timed beside")
+    registry.of_dtypes((registry.REGISTRY[name] for name in names), torch.float32)
     return names
 
 

@@ -157,6 +157,7 @@ def main(
     with arguments.refusing():
         arguments.known("dtype", [dtype], kinds)
         entries = registry.select(optimizer or registry.aimed())
+        registry.of_dtypes(entries, kinds[dtype])
         for entry in entries:
             if traffic.rule_of(_optimizer(entry.name, SMALL, torch.float32)) is None:
                 raise ValueError(f"{entry.name!r} does not run on the Numba engine's passes")

@@ -128,7 +128,9 @@ def main(
     """Time the host's work on a GPU's step."""
     console, load = Console(), report.load_average()
     with arguments.refusing():
-        names = [entry.name for entry in registry.select(optimizer)]
+        entries = registry.select(optimizer)
+        registry.of_dtypes(entries, torch.float32)
+        names = [entry.name for entry in entries]
         for name in names:
             if traffic.rule_of(_optimizer(name, 1)) is None:
                 raise ValueError(f"{name!r} does not run on the Triton engine's passes")

@@ -155,6 +155,7 @@ def main(
     with arguments.refusing():
         cases = arguments.known("case", case or CASES, CASES)
         entries = registry.select(optimizer or OPTIMIZERS)
+        registry.of_dtypes(entries, *(CASES[label].dtype for label in cases))
     errors = {e.name: verify.verify(e, e.learning_rate("mnist"), CPU) for e in entries}
     chosen = {"optimizers": list(errors), "cases": cases}
     pairs = time_all({**chosen, "rounds": rounds, "bind": bind}, ranks or [1, 2])
