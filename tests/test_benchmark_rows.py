@@ -49,3 +49,19 @@ def test_speed_programs_refuse_rows_of_other_weights(program):
     result = run_program(program, "--optimizer", "AdamW8bit-bf16-nearest")
     assert result.exit_code == 2
     assert "is of bfloat16 weights" in result.output.replace("\n", " ")
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype", "moved"),
+    [
+        ("AdamW32bit", torch.float32, 28.0),
+        ("AdamW8bit", torch.float32, 12 + 2 * (2 + 8 / 256)),
+        ("AdamW8bit-ratio8", torch.float32, 12 + 2 * (2 + 12 / 128)),
+        ("AdamW4bit", torch.float32, 12 + 2 * (1 + 12 / 128)),
+        ("ScheduleFreeAdamW8bit", torch.bfloat16, 6 + 2 * (1 + 4 / 256) + 8),
+    ],
+)
+def test_passes_count_the_bytes_of_the_state_that_is_kept(name, dtype, moved, monkeypatch):
+    monkeypatch.setattr(passes_program, "LARGE", 1 << 16)
+    (row,) = passes_program.rows_of(name, dtype, 1, 10.0)
+    assert row["bytes_per_element"] == pytest.approx(moved)

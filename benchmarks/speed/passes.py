@@ -21,6 +21,7 @@ from rich.table import Table
 
 from benchmarks.common import arguments, measure, registry, report, tables, verify
 from benchmarks.static import traffic
+from lowbit_optim_kernels.batch import Batch
 from lowbit_optim_kernels.engines.numba import job, vector
 from lowbit_optim_kernels.engines.numba import threads as numba_threads
 from lowbit_optim_kernels.engines.numba.cache import CFunction
@@ -48,9 +49,15 @@ class Pass:
         return time.perf_counter() - start
 
 
+def _batch(optimizer: torch.optim.Optimizer) -> Batch:
+    """The one batch of a step that has been taken."""
+    ((batch,),) = (plan.batches for plan in optimizer.plans.values())
+    return batch
+
+
 def _passes(optimizer: torch.optim.Optimizer) -> list[Pass]:
     """Passes of a step that has been taken; they work on the optimizer's memory."""
-    ((batch,),) = (plan.batches for plan in optimizer.plans.values())
+    batch = _batch(optimizer)
     (bucket,) = batch.tables.buckets
     (rows,) = batch.tables.sweep(1, True).parts
     return [
@@ -105,10 +112,14 @@ def bound(row: Mapping[str, Any]) -> str:
 def rows_of(name: str, dtype: torch.dtype, rounds: int, copy: float) -> list[dict[str, object]]:
     """A row for each pass of an optimizer."""
     memory, cached = from_memory(name, dtype, rounds), in_cache(name, dtype, rounds)
-    rule = traffic.rule_of(_optimizer(name, SMALL, dtype))
+    optimizer = _optimizer(name, SMALL, dtype)
+    rule = traffic.rule_of(optimizer)
+    optimizer.step()
+    (slot,) = _batch(optimizer).slots
     rows = []
     for one, spread in memory.items():
-        moved = traffic.bytes_of(rule, one, dtype, 8)
+        width = dtype.itemsize
+        moved = traffic.bytes_of(rule, one, width, width, slot.format, slot.weights)
         speed = moved / spread["median"]
         rows.append({
             "optimizer": name, "pass": one, "bytes_per_element": moved, "ns": spread,

@@ -120,23 +120,6 @@ def rounded(rule: Rule, format: formats.Format, dither: bool) -> Rule:
     return replace(rule, moments=dithered(plain, frozenset(keys if dither else ())))
 
 
-def moved_by(rule: Rule, kernel: str, kind: Kind) -> float:
-    """Bytes per element that a pass reads and writes."""
-    (found,) = (one for one in traffic.passes(rule) if one.name == kernel)
-    parts = formats.parts_of(rule.moments, kind.format)
-    state = sum(
-        (part.dtype or torch.float32).itemsize / (kind.format.block if part.per_block else 1)
-        for part in parts
-    )
-    residual = kind.weights.residual.itemsize if kind.weights.residual else 0
-    width = {"p": kind.p.itemsize + residual, "g": kind.g.itemsize}
-    total = 0.0
-    for names in (found.reads, found.writes):
-        total += sum(width[name] for name in names if name in width)
-        total += state if set(names) - width.keys() else 0.0
-    return total
-
-
 def measure(
     name: str, dtype: str, bits: int, target: str, whole: bool = True, format: str | None = None,
     weights: str = "0", dither: bool = True, emulate: bool = False, row: int = 1024,
@@ -161,7 +144,9 @@ def measure(
     for kernel in engine_triton.passes(rule):
         compiled = engine_triton.compile_for(GPUTarget(backend, arch, lanes), rule, kernel, kind)
         counted = machine_code.count(compiled, TILE / (lanes * WARPS))
-        moved += moved_by(rule, kernel, kind)
+        moved += traffic.bytes_of(
+            rule, kernel, kind.p.itemsize, kind.g.itemsize, kind.format, kind.weights
+        )
         seen = emulated.get(kernel)
         in_rows = seen is not None and row % chosen.block > 0
         passes.append({

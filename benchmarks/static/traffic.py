@@ -14,8 +14,10 @@ from dataclasses import dataclass
 import torch
 
 from benchmarks.common import registry, tables
+from lowbit_optim_kernels import formats
 from lowbit_optim_kernels.codegen.analysis import inputs
 from lowbit_optim_kernels.rules import Phase, Rule
+from lowbit_optim_kernels.weights import PLAIN, Weights
 
 STATE = {8: 1 + 4 / 256, 32: 4.0}  # bytes of one element of a moment: a code and its share of scale
 COLUMNS = (
@@ -70,10 +72,27 @@ def _exact(rule: Rule) -> frozenset[str]:
     return frozenset(moment.key for moment in rule.moments if moment.exact)
 
 
-def bytes_of(rule: Rule, name: str, dtype: torch.dtype, bits: int) -> float:
-    """Bytes per element that the pass `name` reads and writes."""
+def bytes_of(
+    rule: Rule, name: str, p: int, g: int, format: formats.Format, weights: Weights = PLAIN
+) -> float:
+    """Bytes per element that the pass `name` reads and writes.
+
+    Args:
+        p, g: bytes of an element of the parameter and of the gradient.
+        format: of the moments.
+        weights: how the parameter is stored.
+    """
     (found,) = (one for one in passes(rule) if one.name == name)
-    return found.moved(dtype.itemsize, bits)
+    state = sum(
+        (part.dtype or torch.float32).itemsize / (format.block if part.per_block else 1)
+        for part in formats.parts_of(rule.moments, format)
+    )
+    width = {"p": p + (weights.residual.itemsize if weights.residual else 0), "g": g}
+    total = 0.0
+    for names in (found.reads, found.writes):
+        total += sum(width[name] for name in names if name in width)
+        total += state if set(names) - width.keys() else 0.0
+    return total
 
 
 def rule_of(optimizer: torch.optim.Optimizer) -> Rule | None:
