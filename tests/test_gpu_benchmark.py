@@ -79,6 +79,29 @@ def test_a_run_checks_times_and_reports(tmp_path, capsys):
         assert f"| AdamW8bit | {cell}" in printed
 
 
+@pytest.mark.parametrize("name", ["torch AdamW fused", "torch AdamW foreach", "torch SGD foreach"])
+def test_torchs_steps_are_timed_as_they_come(name, monkeypatch):
+    """Capturable ones of the foreach form take more operators; a capture alone needs them."""
+    stepped, cpu = [], torch.device("cpu")
+    make = type(gpu.CONTENDERS[name].make).__call__
+
+    def noted(source, params, lr):
+        optimizer = make(source, params, lr)
+        (group,) = optimizer.param_groups
+        optimizer.register_step_pre_hook(lambda *_: stepped.append(group.get("capturable")))
+        made.append(optimizer)
+        return optimizer
+
+    made: list[torch.optim.Optimizer] = []
+    monkeypatch.setattr(type(gpu.CONTENDERS[name].make), "__call__", noted)
+    gpu.time_one(gpu.CONTENDERS[name], ((64,),), torch.float32, cpu, 2)
+    assert len(stepped) > 4
+    assert not any(stepped)
+    (optimizer,) = made
+    gpu.capturable(optimizer)
+    assert all(group.get("capturable", True) for group in optimizer.param_groups)
+
+
 def test_what_does_not_fit_is_left_out_and_the_rest_timed(monkeypatch):
     def time_one(contender, *given):
         if contender.name == "torch AdamW foreach":
