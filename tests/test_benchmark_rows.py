@@ -1,9 +1,11 @@
 """Rows of the benchmarks: what is stepped, loaded and counted is what their names say."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
-from benchmarks.common import registry
+from benchmarks.common import measure, registry
 from benchmarks.quality import compare_worker
 from protocol import run_program
 
@@ -65,3 +67,11 @@ def test_passes_count_the_bytes_of_the_state_that_is_kept(name, dtype, moved, mo
     monkeypatch.setattr(passes_program, "LARGE", 1 << 16)
     (row,) = passes_program.rows_of(name, dtype, 1, 10.0)
     assert row["bytes_per_element"] == pytest.approx(moved)
+
+
+def test_state_in_objects_of_another_library_counts():
+    p = torch.nn.Parameter(torch.zeros(64))
+    optimizer, codes = torch.optim.SGD([p], lr=1.0), torch.zeros(64, dtype=torch.int8)
+    kept = SimpleNamespace(_quantized=codes, _scales=torch.zeros(2).half(), _data=None)
+    optimizer.state[p] = {"exp_avg": kept, "step": torch.tensor(0), "error_bits": codes.clone()}
+    assert measure.state_bytes(optimizer) == 64 + 4 + 8 + 64

@@ -42,6 +42,12 @@ def test_ours_stand_beside_torchs_forms_and_the_peers():
     ]  # fmt: skip
 
 
+def test_weights_of_peers_are_as_wide_as_those_that_they_stand_beside():
+    for name, contender in gpu.CONTENDERS.items():
+        given = contender.make.options.get("master_weight_bits", "by default")
+        assert given == (None if name.startswith("flashoptim") else "by default")
+
+
 def test_bytes_of_a_step():
     params = [torch.nn.Parameter(torch.zeros(256, dtype=torch.bfloat16))]
     adamw, lars = gpu.CONTENDERS["AdamW8bit"], gpu.CONTENDERS["LARS8bit"]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import numpy as np
@@ -18,8 +18,18 @@ _CLEAR_REFS = Path("/proc/self/clear_refs")
 
 
 def state_bytes(optimizer: torch.optim.Optimizer) -> int:
-    """Bytes of every tensor in `optimizer.state`, a shared storage counted once."""
-    return tensor_bytes(optimizer.state)
+    """Bytes of every tensor in `optimizer.state`, a shared storage counted once.
+
+    Another library may keep tensors in objects of its own: their attributes count, too.
+    """
+    states = optimizer.state.values()
+    owned = [
+        vars(value)
+        for state in states
+        for value in (state.values() if isinstance(state, Mapping) else ())
+        if hasattr(value, "__dict__") and not isinstance(value, torch.Tensor)
+    ]
+    return tensor_bytes([*states, *owned])
 
 
 def share_8bit(optimizer: torch.optim.Optimizer) -> float:

@@ -25,7 +25,7 @@ import os
 import time
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Annotated, Any
@@ -44,6 +44,7 @@ JOBS = min(8, os.cpu_count() or 1)
 SMALL = 2**28  # elements of a list that is compiled for as it is
 WARM_UP, LEAST_TIMED = 0.3, 0.1  # seconds of steps before those that are timed, and of these
 WORKLOADS = shapes.GPU_SHAPES
+AS_WIDE = {"flashoptim": {"master_weight_bits": None}}  # bf16 weights of 16 bits, not of 24
 TIMED = {"ms": "steps", "replayed_ms": "replayed"}
 
 
@@ -96,7 +97,8 @@ def _contenders() -> Iterator[Contender]:
             if form_name:
                 yield Contender(f"torch {row.name} {form_name}", row, source)
         for peer in row.gpu_peers:
-            yield Contender(f"{peer.library} {peer.cls}", row, peer)
+            options = {**peer.options, **AS_WIDE.get(peer.library, {})}
+            yield Contender(f"{peer.library} {peer.cls}", row, replace(peer, options=options))
 
 
 CONTENDERS = {contender.name: contender for contender in _contenders()}
