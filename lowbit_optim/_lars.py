@@ -98,8 +98,8 @@ class LARS(TrustOptimizer):
         You, Gitman, Ginsburg, "Large Batch Training of Convolutional Networks", arXiv:1708.03888
         (2017); the cap is bitsandbytes' (Dettmers et al., arXiv:2110.02861).
 
-    Where it differs: bitsandbytes' LARS8bit drops the cap; here it works in 8 bits as in 32, counts
-    weight decay, and honours nesterov and dampening.
+    Where it differs: bitsandbytes' LARS8bit drops the cap from 0.50 on; here it works in 8 bits as
+    in 32, counts weight decay, and honours nesterov and dampening.
     """
 
     family = "LARS"

@@ -24,7 +24,7 @@ ARCH = 90
 # Names in bitsandbytes' csrc/common.h: ADAM 0, MOMENTUM 1, RMSPROP 2, LION 5; 8-bit, blockwise.
 BITSANDBYTES = {
     "AdamW8bit": "kOptimizerStatic8bit2StateBlockwiseI13__nv_bfloat16Li0ELi256ELi1E",
-    "SGD8bit, LARS8bit": "kOptimizerStatic8bit1StateBlockwiseI13__nv_bfloat16Li1ELi256ELi1E",
+    "SGD8bit": "kOptimizerStatic8bit1StateBlockwiseI13__nv_bfloat16Li1ELi256ELi1E",
     "Lion8bit": "kOptimizerStatic8bit1StateBlockwiseI13__nv_bfloat16Li5ELi256ELi1E",
 }
 # FlashOptim's launch: one tile of 1024 elements, 4 warps by Triton's default, groups of 32.
