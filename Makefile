@@ -92,7 +92,7 @@ release: $(DEV)  ## build sdist and wheel, install the wheel into a clean enviro
 	cd $(RELEASE) && $(abspath $(PY)) -m mypy --strict --untyped-calls-exclude=torch --config-file= \
 	  --python-executable bin/python --cache-dir=cache user_program.py
 
-bench: $(DEV)  ## measure speed and memory
+bench: $(DEV)  ## time steps on the CPU beside torch's
 	$(PY) -m benchmarks.speed.cpu $(ARGS)
 
 gpu-check: JOBS = $(shell n=$$(nproc 2> /dev/null || echo 2); echo $$((n < 8 ? n : 8)))
