@@ -17,6 +17,7 @@ from typing import Any
 from .errors import Refused
 
 MOST_BYTES = 16 << 20  # of a header or an index; 1,000 tensors have about 0.1 MiB
+MOST_SIZES = 64  # of a tensor; torch computes with no more
 ITEMSIZE = {
     "F64": 8, "F32": 4, "F16": 2, "BF16": 2, "I64": 8, "I32": 4, "I16": 2, "I8": 1, "U64": 8,
     "U32": 4, "U16": 2, "U8": 1, "BOOL": 1, "F8_E4M3": 1, "F8_E5M2": 1, "F8_E8M0": 1,
@@ -126,7 +127,9 @@ def _entry(path: Path, name: str, said: Any, room: int) -> Entry:
         raise Refused(f"{where} the dtype {_short(dtype)}; known are {', '.join(ITEMSIZE)}")
     sizes, ends = _numbers(shape), _numbers(place)
     if sizes is None:
-        raise Refused(f"{where} the shape {_short(shape)}, which is no list of sizes")
+        raise Refused(
+            f"{where} the shape {_short(shape)}, which is no list of sizes, {MOST_SIZES} at most"
+        )
     entry = Entry(name, dtype, sizes)
     if ends is None or len(ends) != 2 or ends[1] > room or ends[1] - ends[0] != entry.bytes:
         raise Refused(
@@ -138,7 +141,9 @@ def _entry(path: Path, name: str, said: Any, room: int) -> Entry:
 
 def _numbers(value: Any) -> tuple[int, ...] | None:
     """A list of sizes; None for anything else."""
-    if not isinstance(value, list) or not all(type(x) is int and 0 <= x < 1 << 63 for x in value):
+    if not isinstance(value, list) or len(value) > MOST_SIZES:
+        return None
+    if not all(type(x) is int and 0 <= x < 1 << 63 for x in value):
         return None
     return tuple(value)
 

@@ -48,7 +48,7 @@ def read_model(text: str, dtype: str | None = None, build: bool = False) -> Mode
     if not any(weight.trained and math.prod(weight.shape) for weight in model.weights):
         raise Refused(f"{text} has no parameters to train")
     if model.parameters > MOST_ELEMENTS:
-        raise Refused(f"{text} has {model.parameters:.3g} parameters; at most 2^50 are reckoned")
+        raise Refused(f"{text} has too many parameters; at most 2^50 are reckoned")
     return model
 
 

@@ -208,6 +208,8 @@ def test_headers_that_lie_are_refused(tmp_path):
         ({"shape": [-1]}, "which is no list of sizes"),
         ({"shape": [True]}, "which is no list of sizes"),
         ({"shape": [2**62, 2**62]}, "in the file are needed"),
+        ({"shape": [2**62] * 64}, "in the file are needed"),
+        ({"shape": [2**62] * 300}, "which is no list of sizes, 64 at most"),
         ({"shape": [4, 5]}, "where 80 bytes of the 64"),
         ({"data_offsets": [0, 2**60]}, "the place"),
         ({"data_offsets": [64, 0]}, "the place"),
@@ -249,6 +251,7 @@ def test_shapes_that_do_not_parse_are_refused(text):
 def test_models_without_a_use_are_refused(tmp_path):
     assert "has no parameters to train" in refused("estimate", "0x4")
     assert "at most 2^50" in refused("estimate", "9999999999x9999999999")
+    assert "at most 2^50" in refused("estimate", "x".join(["9" * 18] * 400))
     assert "has no config.json" in refused("estimate", tmp_path)
     (tmp_path / "model.bin").write_bytes(b"")
     assert "is no model; MODEL is" in refused("estimate", tmp_path / "model.bin")
