@@ -98,7 +98,7 @@ def read_index(path: Path) -> list[Entry]:
         raise Refused(f"{path} has no 'weight_map'; it is not an index of safetensors files")
     found: dict[str, Entry] = {}
     for name in dict.fromkeys(map(str, placed.values())):
-        if Path(name).name != name:
+        if not name or Path(name).name != name:
             raise Refused(f"{path} names the file {name!r}, which is not in its own folder")
         shard = path.with_name(name)
         if not shard.is_file():

@@ -182,6 +182,8 @@ def test_an_index_is_known_by_the_headers_of_its_files(tmp_path):
     assert "names the file 'c.safetensors', which is missing" in refused("estimate", index)
     index.write_text(json.dumps({"weight_map": {"a": "../a.safetensors"}}))
     assert "not in its own folder" in refused("estimate", index)
+    index.write_text(json.dumps({"weight_map": {"a": ""}}))
+    assert "names the file '', which is not in its own folder" in refused("estimate", index)
     index.write_text("{}")
     assert "has no 'weight_map'" in refused("estimate", index)
 
