@@ -75,6 +75,8 @@ def _of_path(path: Path, dtype: str | None, build: bool) -> Model:
             if (path / name).is_file():
                 return _of_path(path / name, dtype, build)
         raise Refused(f"the folder {path} has no {CONFIG}, {INDEX} or {SINGLE}")
+    if not path.is_file():  # a pipe may never end
+        raise Refused(f"{path} is no file; MODEL is {TAKEN}")
     if path.name.endswith(".index.json"):
         return _of_entries(str(path), read_index(path), dtype)
     if path.suffix == ".json":

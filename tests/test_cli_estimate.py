@@ -262,6 +262,16 @@ def test_models_without_a_use_are_refused(tmp_path):
     assert "--dtype" in refused("estimate", "4x4", "--dtype", "int8")
 
 
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="there are no pipes with names here")
+def test_a_pipe_is_not_waited_for(tmp_path):
+    path = tmp_path / "model.safetensors"
+    os.mkfifo(path)
+    end = os.open(path, os.O_RDWR)  # without which a reader would wait for one that writes
+    os.write(end, bytes(8))
+    assert "is no file; MODEL is" in refused("estimate", path)
+    os.close(end)
+
+
 @pytest.mark.parametrize(
     ("text", "said"),
     [
