@@ -7,6 +7,7 @@ estimates from shapes alone answer before torch would be there.
 from __future__ import annotations
 
 import importlib.util
+import io
 import sys
 
 NEEDED = ("typer", "rich")
@@ -23,4 +24,6 @@ def main() -> None:
         sys.exit(2)
     from .app import app
 
+    if isinstance(sys.stdout, io.TextIOWrapper):  # names may have what it cannot write
+        sys.stdout.reconfigure(errors="backslashreplace")
     app(prog_name="lowbit-optim")

@@ -20,7 +20,7 @@ import lowbit_optim
 import lowbit_optim_cli
 from lowbit_optim_cli import comparison, models
 from lowbit_optim_cli.app import app
-from test_cli_estimate import ENV, ROOT, refused, run
+from test_cli_estimate import ENV, ROOT, refused, run, safetensors
 
 COMMANDS = ("estimate", "inspect", "convert", "doctor", "compare")
 
@@ -134,6 +134,21 @@ def test_a_reader_that_has_enough_is_told_nothing():
     )
     os.close(write)
     assert (done.returncode, done.stderr) == (1, b"")
+
+
+@pytest.mark.parametrize(
+    ("encoding", "name", "said"),
+    [("ascii", "gewicht-ü", "gewicht-\\xfc"), ("utf-8", "w\ud800", "w\\ud800")],
+)
+def test_names_that_the_output_cannot_write_are_escaped(tmp_path, encoding, name, said):
+    path = safetensors(tmp_path / "model.safetensors", {name: ("F32", [64, 64])})
+    for command in ("estimate", "inspect"):
+        done = subprocess.run(
+            [sys.executable, "-m", "lowbit_optim_cli", command, path], cwd=ROOT.anchor,
+            env={**ENV, "PYTHONIOENCODING": encoding}, capture_output=True, check=False,
+        )  # fmt: skip
+        assert (done.returncode, done.stderr) == (0, b"")
+        assert said in done.stdout.decode(encoding)
 
 
 def completed(words):
