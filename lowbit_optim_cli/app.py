@@ -154,7 +154,7 @@ def _formats() -> list[str]:
 def console() -> Console:
     """The console of results, printed as they are; wide enough for tables if no terminal."""
     width = None if Console().is_terminal else 200
-    return Console(width=width, markup=False, highlight=False)
+    return Console(width=width, markup=False, emoji=False, highlight=False)
 
 
 def _print_version(asked: bool) -> None:

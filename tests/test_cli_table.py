@@ -10,7 +10,7 @@ pytest.importorskip("rich")
 from rich.console import Console
 
 from lowbit_optim_cli import estimate, models
-from test_cli_estimate import run
+from test_cli_estimate import run, safetensors
 
 
 def lines(width, shards, *optimizers):
@@ -52,3 +52,11 @@ def test_a_narrow_terminal_has_weights_and_gradients_in_the_title():
 
 def test_one_is_no_plural():
     assert "1 shape: 1 parameter, in MB" in run("estimate", "1").stdout
+
+
+def test_names_that_look_like_an_emoji_are_printed_as_they_are(tmp_path):
+    path = safetensors(tmp_path / ":fire:.safetensors", {":key:": ("F32", [64, 64])})
+    for command in ("estimate", "inspect"):
+        said = run(command, path).stdout
+        assert ":fire:" in said
+        assert ":key:" in said
