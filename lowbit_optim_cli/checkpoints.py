@@ -24,6 +24,7 @@ from .errors import Refused, quiet, sentence
 MOST_PICKLE = 64 << 20  # of the pickle, of which a tensor takes some 300 bytes
 MOST_DEPTH = 4  # of dicts and lists in which an optimizer's state is looked for
 TENSOR_CLASSES = ("torchao",)  # packages whose tensors are of classes of their own
+ENCRYPTED = 1  # of a zip entry's flags
 ALLOCATES = {"bytearray"}  # of the names that torch takes, what fills memory by a number alone
 
 
@@ -75,6 +76,8 @@ def _names(path: Path) -> list[tuple[str, str]]:
             entries = archive.infolist()
             if any(entry.compress_type != zipfile.ZIP_STORED for entry in entries):
                 raise Refused(f"{path} has compressed parts, which torch.save does not write")
+            if any(entry.flag_bits & ENCRYPTED for entry in entries):
+                raise Refused(f"{path} has encrypted parts, which torch.save does not write")
             pickles = [e for e in entries if e.filename.rpartition("/")[2] == "data.pkl"]
             if len(pickles) != 1:
                 raise Refused(f"{path} is a zip file, but not one that torch.save wrote")

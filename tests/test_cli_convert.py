@@ -4,6 +4,8 @@ The state dicts of that function of torch.distributed call parameters by their n
 and have no header.
 """
 
+import re
+
 import pytest
 import torch
 from torch.distributed import checkpoint
@@ -238,3 +240,15 @@ def test_numbers_of_parameters_that_dcp_made_strings_of_are_numbers_again(tmp_pa
     plain = saved(tmp_path / "plain.pt", optimizer)
     same = converted(plain, tmp_path / "same.pt", "--to", "lowbit")
     assert_equal(new, same)
+
+
+def test_an_encrypted_file_is_refused(tmp_path):
+    path = tmp_path / "run.pt"
+    torch.save({"state": {}, "param_groups": []}, path)
+    data = bytearray(path.read_bytes())
+    for start, flags in ((b"PK\3\4", 6), (b"PK\1\2", 8)):  # of each entry, and in the directory
+        for found in re.finditer(re.escape(start), bytes(data)):
+            data[found.start() + flags] |= 1
+    path.write_bytes(data)
+    for arguments in (("inspect", path), ("convert", path, tmp_path / "out", "--to", "torch")):
+        assert "has encrypted parts" in refused(*arguments)
