@@ -26,6 +26,8 @@ DTYPES = {"F64": "fp64", "F32": "fp32", "BF16": "bf16", "F16": "fp16"}
 BUFFER = re.compile(
     r"(^|\.)(running_(mean|var)|(rotary_emb\.)?inv_freq|masked_bias|position_ids)$|^h\.\d+\.attn\.bias$"
 )
+# Names that tensors of integers have where they are weights, and those several to a number.
+QUANTIZED = re.compile(r"(weight(_packed)?|_blocks|W_q)$")
 KNOWN = {**decoders.KNOWN, **encoders.KNOWN, **encoder_decoders.KNOWN}
 TAKEN = (
     "a config.json or a folder with one, a safetensors file or its index.json, module:function, or "
@@ -132,7 +134,13 @@ def _of_entries(where: str, entries: Iterable[Entry], dtype: str | None) -> Mode
     """The floating tensors of files, those with names of buffers left out."""
     weights, left_out = [], []
     for entry in entries:
-        if (entry.dtype[0] != "F" and entry.dtype != "BF16") or BUFFER.search(entry.name):
+        floating = entry.dtype[0] == "F" or entry.dtype == "BF16"
+        if not floating and QUANTIZED.search(entry.name):
+            raise Refused(
+                f"{where} has quantized weights, as {entry.name!r} in {entry.dtype}, whose shapes "
+                f"may not be the model's; give its {CONFIG}"
+            )
+        if not floating or BUFFER.search(entry.name):
             left_out.append(entry.name)
             continue
         own = dtype or DTYPES.get(entry.dtype)

@@ -170,6 +170,22 @@ def test_embeddings_of_a_file_are_known_by_their_names(tmp_path):
     assert [w.name for w in model.weights if w.embedding] == [f"{name}.weight" for name in names]
 
 
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    [
+        ("q_proj.weight", "U8"), ("q_proj.qweight", "I32"), ("q_proj.weight_packed", "I32"),
+        ("experts.gate_up_proj_blocks", "U8"), ("q_proj.W_q", "U8"),
+    ],
+)  # fmt: skip
+def test_a_file_of_quantized_weights_is_not_reckoned_without_them(tmp_path, name, dtype):
+    tensors = {"norm.weight": ("BF16", [64]), name: (dtype, [64, 32]), "steps": ("I64", [])}
+    path = safetensors(tmp_path / "model.safetensors", tensors)
+    for dtypes in ((), ("--dtype", "bf16")):
+        said = refused("estimate", path, *dtypes)
+        assert f"has quantized weights, as {name!r} in {dtype}" in said
+        assert "give its config.json" in said
+
+
 def test_an_index_is_known_by_the_headers_of_its_files(tmp_path):
     safetensors(tmp_path / "a.safetensors", {"a": ("F32", [64, 64])})
     safetensors(tmp_path / "b.safetensors", {"b": ("F32", [32, 64])})
