@@ -24,7 +24,8 @@ FUNCTION = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_][\w.]*")
 DTYPES = {"F64": "fp64", "F32": "fp32", "BF16": "bf16", "F16": "fp16"}
 # Names that buffers have in the usual libraries: a file does not say what they are.
 BUFFER = re.compile(
-    r"(^|\.)(running_(mean|var)|(rotary_emb\.)?inv_freq|masked_bias|position_ids)$|^h\.\d+\.attn\.bias$"
+    r"(^|\.)(running_(mean|var)|(rotary_emb\.)?inv_freq|freqs_cis|masked_bias|position_ids)$"
+    r"|^h\.\d+\.attn\.bias$"
 )
 # Names that tensors of integers have where they are weights, and those several to a number.
 QUANTIZED = re.compile(r"(weight(_packed)?|_blocks|W_q)$")
@@ -134,7 +135,7 @@ def _of_entries(where: str, entries: Iterable[Entry], dtype: str | None) -> Mode
     """The floating tensors of files, those with names of buffers left out."""
     weights, left_out = [], []
     for entry in entries:
-        floating = entry.dtype[0] == "F" or entry.dtype == "BF16"
+        floating = entry.dtype[0] in "FC" or entry.dtype == "BF16"
         if not floating and QUANTIZED.search(entry.name):
             raise Refused(
                 f"{where} has quantized weights, as {entry.name!r} in {entry.dtype}, whose shapes "

@@ -147,6 +147,15 @@ def test_optimizers_are_chosen_by_family_class_and_library():
     assert len(names("AdamW", "Lion")) > len(names("AdamW"))
 
 
+def test_all_dtypes_that_safetensors_writes_of_torch_are_known(tmp_path):
+    for dtype, size in (("F8_E4M3FNUZ", 1), ("F8_E5M2FNUZ", 1), ("C64", 8)):
+        place = {"dtype": dtype, "shape": [2], "data_offsets": [0, 2 * size]}
+        text = json.dumps({"w": place}).encode()
+        path = tmp_path / "model.safetensors"
+        path.write_bytes(struct.pack("<Q", len(text)) + text + bytes(2 * size))
+        assert f" {2 * size} " in run("inspect", path).stdout
+
+
 def test_a_safetensors_file_is_known_by_its_header(tmp_path):
     path = safetensors(
         tmp_path / "model.safetensors",
@@ -241,6 +250,7 @@ def test_headers_that_lie_are_refused(tmp_path):
     assert "has no parameters to train" in refused("estimate", safetensors(path, {}))
     assert "in F8_E4M3" in refused("estimate", safetensors(path, {"a": ("F8_E4M3", [4])}))
     assert estimated(path, "--dtype", "bf16")["parameters"] == 4
+    assert "in C64, which is" in refused("estimate", safetensors(path, {"a": ("C64", [4])}))
 
 
 def test_a_huge_header_takes_no_memory(tmp_path):
