@@ -22,10 +22,11 @@ SIZE = "[0-9]{1,18}"
 SHAPES = re.compile(f"{SIZE}(x{SIZE})*(,{SIZE}(x{SIZE})*)*")
 FUNCTION = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_][\w.]*")
 DTYPES = {"F64": "fp64", "F32": "fp32", "BF16": "bf16", "F16": "fp16"}
-# Names that buffers have in the usual libraries: a file does not say what they are.
+# Names that buffers have in the usual libraries, and scales of fp8: a file does not say what they
+# are.
 BUFFER = re.compile(
     r"(^|\.)(running_(mean|var)|(rotary_emb\.)?inv_freq|freqs_cis|masked_bias|position_ids)$"
-    r"|^h\.\d+\.attn\.bias$"
+    r"|weight_scale(_inv)?$|^h\.\d+\.attn\.bias$"
 )
 # Names that tensors of integers have where they are weights, and those several to a number.
 QUANTIZED = re.compile(r"(weight(_packed)?|_blocks|W_q)$")

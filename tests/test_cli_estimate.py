@@ -195,6 +195,14 @@ def test_a_file_of_quantized_weights_is_not_reckoned_without_them(tmp_path, name
         assert "give its config.json" in said
 
 
+def test_scales_of_fp8_are_no_weights(tmp_path):
+    tensors = {"w.weight": ("F8_E4M3", [256, 256]), "w.weight_scale_inv": ("F32", [2, 2])}
+    path = safetensors(tmp_path / "model.safetensors", tensors)
+    found = estimated(path, "--dtype", "bf16")
+    assert found["parameters"] == 256 * 256
+    assert found["notes"] == ["1 tensor left out as buffers, as w.weight_scale_inv"]
+
+
 def test_an_index_is_known_by_the_headers_of_its_files(tmp_path):
     safetensors(tmp_path / "a.safetensors", {"a": ("F32", [64, 64])})
     safetensors(tmp_path / "b.safetensors", {"b": ("F32", [32, 64])})
