@@ -96,7 +96,7 @@ def _of_config(path: Path, dtype: str | None, build: bool) -> Model:
     if not isinstance(config, dict) or not isinstance(config.get("model_type"), str):
         raise Refused(f"{path} has no 'model_type'; it is not a configuration of transformers")
     _check_sizes(path, config)
-    said = str(config.get("dtype") or config.get("torch_dtype") or "float32").removeprefix("torch.")
+    said = str(_dtype(config) or "float32").removeprefix("torch.")
     own = dtype or TORCH_DTYPES.get(said, "fp32")
     weights = None if build else known_weights(KNOWN, config, own)
     if weights is not None:
@@ -113,6 +113,14 @@ def _of_config(path: Path, dtype: str | None, build: bool) -> Model:
             f"Its dtype {said!r} is not one of those that are trained here: {own} is taken"
         )
     return replace(model, notes=(*notes, *model.notes))
+
+
+def _dtype(config: dict[str, Any]) -> Any:
+    """The dtype of a configuration; where it has none, that of the part for text."""
+    text = config.get("text_config")
+    parts = (config, text if isinstance(text, dict) else {})
+    said = (part.get(key) for part in parts for key in ("dtype", "torch_dtype"))
+    return next(filter(None, said), None)
 
 
 def _check_sizes(path: Path, config: dict[str, Any]) -> None:

@@ -271,3 +271,16 @@ def test_the_dtype_of_a_configuration(said, dtype, noted, tmp_path):
     assert {weight.dtype for weight in model.weights} == {dtype}
     assert any(repr(said) in note for note in model.notes) == noted
     assert not models.read_model(str(path), "fp16").notes
+
+
+@pytest.mark.parametrize("own", [None, "float32"])
+def test_a_configuration_without_a_dtype_has_that_of_its_part_for_text(tmp_path, own):
+    """As those of Qwen3-VL: transformers loads the weights in it."""
+    config = {
+        "model_type": "gpt2", "architectures": ["GPT2LMHeadModel"], "n_embd": 64, "n_layer": 1,
+        "n_positions": 16, "vocab_size": 100, "text_config": {"dtype": "bfloat16"}, "dtype": own,
+    }  # fmt: skip
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(config))
+    weights = models.read_model(str(path)).weights
+    assert {weight.dtype for weight in weights} == {"fp32" if own else "bf16"}
