@@ -6,6 +6,7 @@ import importlib
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, redirect_stdout
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -67,7 +68,11 @@ def of_config(path: Path, config: dict[str, Any], dtype: str) -> Model:
         model.tie_weights()  # transformers 5.0 leaves it undone on the meta device
         return model
 
-    return _of_module(str(path), build, dtype, config)
+    model = _of_module(str(path), build, dtype, config)
+    if isinstance(make, type):
+        return model
+    note = "It names no class that transformers has: the model without a head is taken"
+    return replace(model, notes=(note, *model.notes))
 
 
 def _without_dtypes(config: dict[str, Any]) -> dict[str, Any]:

@@ -165,6 +165,17 @@ def test_unusual_configurations_are_built(folder, config):
     assert read_model(str(folder(config))).build is not None
 
 
+@pytest.mark.parametrize("named", [[], None, ["NoSuchForCausalLM"]])
+def test_a_configuration_without_a_class_is_said_to_be_taken_without_a_head(folder, named):
+    config = {**SMALL, "model_type": "llama", "architectures": named}
+    model = read_model(str(folder(config)))
+    headless = read_model(str(folder({**config, "architectures": ["LlamaModel"]})), build=True)
+    assert [w.shape for w in model.weights] == [w.shape for w in headless.weights]
+    said = "It names no class that transformers has: the model without a head is taken"
+    assert model.notes[0] == said
+    assert said not in headless.notes
+
+
 def test_other_names_of_sizes_are_those_of_transformers():
     for kind, entry in {entry.kind: entry for entry in KNOWN.values()}.items():
         aliases = transformers.CONFIG_MAPPING[kind].attribute_map
