@@ -285,14 +285,18 @@ def _for_bitsandbytes(found: Found, optimizer: LowBitOptimizer, layout: str) -> 
 
 
 def _renamed(new: Mapping[str, Any], old: Mapping[str, Any]) -> dict[str, Any]:
-    """A state dict whose parameters are called what they are in another one of the same groups."""
+    """A state dict whose parameters are called what they are in another one of the same groups.
+
+    What that one has beside its state and groups, as what a wrapper puts there, it has, too.
+    """
     names: dict[Any, Any] = {}
     groups = []
     for group, its in zip(new["param_groups"], old["param_groups"], strict=True):
         names.update(zip(group["params"], its["params"], strict=True))
         groups.append({**group, "params": list(its["params"])})
     state = {names.get(key, key): one for key, one in new["state"].items()}
-    return {**new, "state": state, "param_groups": groups}
+    beside = {key: value for key, value in old.items() if key != _state_dicts.KEY}
+    return {**beside, **new, "state": state, "param_groups": groups}
 
 
 def _write(value: Any, target: Path) -> None:

@@ -81,6 +81,15 @@ def test_parameters_keep_their_names_and_moments_their_format(tmp_path):
     assert_equal(same, dict(state))
 
 
+@pytest.mark.parametrize("to", ["torch", "bitsandbytes", "lowbit"])
+def test_what_is_beside_state_and_groups_stays(tmp_path, to):
+    state = stepped(lowbit_optim.AdamW8bit, "AdamW").state_dict()
+    torch.save({"optimizer": {**state, "scale": 2.0}}, tmp_path / "run.pt")
+    new = converted(tmp_path / "run.pt", tmp_path / "new.pt", "--to", to)
+    assert new["scale"] == 2
+    assert ("lowbit_optim" in new) == (to == "lowbit")
+
+
 @pytest.mark.parametrize(
     ("to", "fresh"),
     [
