@@ -209,6 +209,8 @@ def _check_request(source: Path, target: Path, to: str, format: str | None, layo
     """Refuse what needs no reading of the file to be refused."""
     if os.path.lexists(target):  # which a link to nothing does, too
         raise Refused(f"{target} exists; name a file that does not")
+    if target.suffix == ".safetensors":
+        raise Refused(f"{target} would be what torch.save writes; name a file as in run.pt")
     if source.is_dir():
         raise Refused(
             f"{source} is a folder; `python -m torch.distributed.checkpoint.format_utils "

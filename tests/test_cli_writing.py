@@ -44,6 +44,12 @@ def test_a_folder_that_cannot_be_written_is_told_by_the_name_of_out(run_file, mo
     assert said == f"lowbit-optim: {out} cannot be written: {os.strerror(errno.EACCES)}"
 
 
+def test_a_file_is_not_named_as_what_it_is_not(run_file):
+    out = run_file.with_name("out.safetensors")
+    assert "would be what torch.save writes" in refused("convert", run_file, out, *WRITTEN)
+    assert not out.exists()
+
+
 def test_a_link_to_nothing_is_not_replaced(run_file):
     link = run_file.with_name("out.pt")
     try:
