@@ -62,11 +62,18 @@ def read(path: Path) -> Any:
         with quiet():
             return torch.load(path, map_location="cpu", weights_only=True, mmap=True)
     except UnpicklingError:
-        unsafe = ", ".join(torch.serialization.get_unsafe_globals_in_checkpoint(str(path)))
-        asks = f"asks for {unsafe}" if unsafe else "is damaged"
-        raise Refused(f"the pickle in {path} {asks}; it is not executed") from None
+        raise Refused(f"the pickle in {path} {_fault(path)}; it is not executed") from None
     except Exception as error:  # noqa: BLE001  # what a damaged pickle does to its reader
         raise Refused(f"{path} cannot be read: {sentence(error)}") from None
+
+
+def _fault(path: Path) -> str:
+    """What torch's restricted reader does not take of a checkpoint's pickle."""
+    try:
+        unsafe = torch.serialization.get_unsafe_globals_in_checkpoint(str(path))
+    except Exception:  # noqa: BLE001  # it knows no other instructions than those of torch.save
+        return "is damaged, or was saved with a pickle_protocol that is not torch.save's own, 2"
+    return f"asks for {', '.join(unsafe)}" if unsafe else "is damaged"
 
 
 def _names(path: Path) -> list[tuple[str, str]]:

@@ -261,3 +261,13 @@ def test_an_encrypted_file_is_refused(tmp_path):
     path.write_bytes(data)
     for arguments in (("inspect", path), ("convert", path, tmp_path / "out", "--to", "torch")):
         assert "has encrypted parts" in refused(*arguments)
+
+
+@pytest.mark.parametrize("protocol", [0, 4, 5])
+def test_a_pickle_of_another_protocol_is_refused(tmp_path, protocol):
+    """torch's restricted reader knows the instructions of protocol 2."""
+    state = stepped(lowbit_optim.AdamW8bit, "AdamW").state_dict()
+    path = tmp_path / "run.pt"
+    torch.save({"optimizer": state}, path, pickle_protocol=protocol)
+    for arguments in (("inspect", path), ("convert", path, tmp_path / "out", "--to", "torch")):
+        assert "pickle_protocol that is not torch.save's own, 2" in refused(*arguments)
