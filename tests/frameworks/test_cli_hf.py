@@ -156,6 +156,7 @@ def test_classes_that_are_written_down_are_those_of_transformers():
         {**SMALL, "model_type": "cohere", "architectures": ["CohereForCausalLM"],
          "use_qk_norm": True},
         {**ENCODER, **VIT, "id2label": {}},
+        {**ENCODER, **VIT, "head_dim": 40},
         {**ENCODER, **VIT, "num_labels": 0},
         {**BART, "model_type": "mbart", "architectures": ["MBartForConditionalGeneration"],
          "num_hidden_layers": 4},
