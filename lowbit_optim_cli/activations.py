@@ -14,7 +14,7 @@ from .footprint import TORCH_DTYPES, Model
 if TYPE_CHECKING:
     from torch import nn
 
-BATCH = re.compile(r"[1-9][0-9]*(x[1-9][0-9]*)+")
+BATCH = re.compile(r"[1-9][0-9]{0,17}(x[1-9][0-9]{0,17})+")
 # What configurations call the width, the layers, their heads and the vocabulary.
 KEYS = (
     ("hidden_size", "n_embd", "d_model"),
@@ -55,6 +55,17 @@ def formula(config: dict[str, Any]) -> str:
     )
 
 
+def shape_of(batch: str) -> tuple[int, ...]:
+    """The shape that "8x1024" means.
+
+    Raises:
+        Refused: if it means none.
+    """
+    if not BATCH.fullmatch(batch):
+        raise Refused(f"--measure must be the shape of a batch, as in 8x1024; got {batch!r}")
+    return tuple(map(int, batch.split("x")))
+
+
 def measure(model: Model, batch: str) -> str:
     """The peak of activations in a forward and a backward pass of tensors without memory.
 
@@ -65,11 +76,9 @@ def measure(model: Model, batch: str) -> str:
     Raises:
         Refused: if it cannot be built, or does not run so.
     """
-    if not BATCH.fullmatch(batch):
-        raise Refused(f"--measure must be the shape of a batch, as in 8x1024; got {batch!r}")
+    shape = shape_of(batch)
     if model.build is None:
         raise Refused("--measure needs a model that can be built: a config.json or module:function")
-    shape = tuple(map(int, batch.split("x")))
     try:
         with quiet(), redirect_stdout(sys.stderr):
             found = _peak(model, shape)

@@ -216,6 +216,8 @@ def estimate(
     # What is misspelt is said before a model is built.
     size = None if gpu is None else estimates.size_of(gpu)
     estimates.choose(optimizer, bf16=True)
+    if measure is not None:
+        activations.shape_of(measure)
     found = read_model(model, dtype.value if dtype else None, build=measure is not None)
     bf16 = any(weight.dtype == "bf16" for weight in found.weights)
     if embeddings_in_32_bits and not any(weight.embedding for weight in found.weights):

@@ -95,6 +95,12 @@ def test_a_fake_step_counts_activations(module):
         assert "must be the shape of a batch" in said
 
 
+@pytest.mark.parametrize("batch", ["8by4", "0x4", "4", "9" * 5000 + "x1"])
+def test_a_batch_that_is_none_is_told_before_a_model_is_built(batch):
+    said = refused("estimate", "no_such_module:build", "--measure", batch)
+    assert "--measure must be the shape of a batch" in said
+
+
 def test_what_a_function_prints_is_no_result(module):
     text = """
     print("imported")
