@@ -26,7 +26,7 @@ DTYPES = {"F64": "fp64", "F32": "fp32", "BF16": "bf16", "F16": "fp16"}
 # are.
 BUFFER = re.compile(
     r"(^|\.)(running_(mean|var)|(rotary_emb\.)?inv_freq|freqs_cis|masked_bias|position_ids)$"
-    r"|weight_scale(_inv)?$|^h\.\d+\.attn\.bias$"
+    r"|weight_scale(_inv)?$|(^|\.)h\.\d+\.attn\.bias$"
 )
 # Names that tensors of integers have where they are weights, and those several to a number.
 QUANTIZED = re.compile(r"(weight(_packed)?|_blocks|W_q)$")

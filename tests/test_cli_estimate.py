@@ -172,6 +172,14 @@ def test_a_safetensors_file_is_known_by_its_header(tmp_path):
     assert more == 100 * 64 * 8 - 100 * (64 * 2 + 8)
 
 
+@pytest.mark.parametrize("prefix", ["", "transformer."])
+def test_masks_of_gpt_2_s_attention_are_buffers(tmp_path, prefix):
+    """In floats where code as nanoGPT's keeps them; what attention adds has other names."""
+    tensors = {"attn.bias": ("F32", [1, 1, 16, 16]), "attn.c_attn.bias": ("F32", [3])}
+    named = {f"{prefix}h.0.{name}": tensor for name, tensor in tensors.items()}
+    assert estimated(safetensors(tmp_path / "model.safetensors", named))["parameters"] == 3
+
+
 def test_embeddings_of_a_file_are_known_by_their_names(tmp_path):
     names = ("wte", "gpt_neox.embed_in", "decoder.embed_positions", "relative_attention_bias")
     tensors = {f"{name}.weight": ("F32", [4, 4]) for name in (*names, "mlp.embed_out")}
