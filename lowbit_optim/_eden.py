@@ -137,7 +137,7 @@ class Eden:
         groups = self._groups()
         base_lrs = state_dict.get("base_lrs", [float(g["initial_lr"]) for g in groups])
         if not isinstance(base_lrs, (list, tuple)):
-            raise TypeError(f"base_lrs must be a list of numbers; got {base_lrs!r}")
+            raise TypeError(f"base_lrs must be numbers in a list; got {base_lrs!r}")
         if len(base_lrs) != len(groups):
             raise ValueError(
                 f"state_dict has base_lrs for {len(base_lrs)} parameter groups, the optimizer has "

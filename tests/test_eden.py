@@ -156,8 +156,8 @@ def test_a_state_that_does_not_fit_changes_nothing():
         ({}, "batch"),
         ({**good, "base_lrs": [0.1, 0.2]}, "base_lrs"),
         ({**good, "base_lrs": [-0.1]}, "base_lrs"),
-        ({**good, "base_lrs": {0.1: 0}}, "base_lrs must be a list"),
-        ({**good, "base_lrs": iter([0.1])}, "base_lrs must be a list"),
+        ({**good, "base_lrs": {0.1: 0}}, "base_lrs must be numbers in a list"),
+        ({**good, "base_lrs": iter([0.1])}, "base_lrs must be numbers in a list"),
         ({**good, "batch": -1}, "batch"),
         ({key: good[key] for key in ("batch", "base_lrs")}, "epoch"),
     ):
