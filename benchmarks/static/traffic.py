@@ -16,10 +16,9 @@ import torch
 from benchmarks.common import registry, tables
 from lowbit_optim_kernels import formats
 from lowbit_optim_kernels.codegen.analysis import inputs
-from lowbit_optim_kernels.rules import Phase, Rule
+from lowbit_optim_kernels.rules import Moment, Phase, Rule
 from lowbit_optim_kernels.weights import PLAIN, Weights
 
-STATE = {8: 1 + 4 / 256, 32: 4.0}  # bytes of one element of a moment: a code and its share of scale
 COLUMNS = (
     ("fp32, 8 bits", 4, 8),
     ("bf16, 8 bits", 2, 8),
@@ -35,21 +34,36 @@ class Pass:
         name: "reduce_0", ... for the norms, then "update".
         reads, writes: of "p", "g" and the moments' keys. All that a pass touches twice it touches
             while the tile is in the first-level cache or in registers, so it counts once.
-        exact: moments among them that are in 32 bits whatever the state is.
+        moments: of the rule, all of which it reads if any, and all of which it writes.
     """
 
     name: str
     reads: tuple[str, ...]
     writes: tuple[str, ...]
-    exact: frozenset[str] = frozenset()
+    moments: tuple[Moment, ...]
 
     def moved(self, width: int, bits: int) -> float:
         """Bytes per element with `width` bytes an element of p and g and a state of `bits`."""
+        return self.moved_with(width, width, formats.FORMATS[formats.OF_BITS[bits]])
 
-        def size(name: str) -> float:
-            return width if name in ("p", "g") else STATE[32 if name in self.exact else bits]
+    def moved_with(self, p: int, g: int, format: formats.Format, weights: Weights = PLAIN) -> float:
+        """Bytes per element.
 
-        return sum(map(size, (*self.reads, *self.writes)))
+        Args:
+            p, g: bytes of an element of the parameter and of the gradient.
+            format: of the moments.
+            weights: how the parameter is stored.
+        """
+        state = sum(
+            (part.dtype or torch.float32).itemsize / (format.block if part.per_block else 1)
+            for part in formats.parts_of(self.moments, format)
+        )
+        width = {"p": p + (weights.residual.itemsize if weights.residual else 0), "g": g}
+        total = 0.0
+        for names in (self.reads, self.writes):
+            total += sum(width[name] for name in names if name in width)
+            total += state if set(names) - width.keys() else 0.0
+        return total
 
 
 def _reduction(rule: Rule, name: str, phase: Phase) -> Pass:
@@ -58,41 +72,22 @@ def _reduction(rule: Rule, name: str, phase: Phase) -> Pass:
     moments = tuple(moment.key for moment in rule.moments)
     # An engine decodes all moments if a pass reads any.
     state = moments if wanted & set(moments) else ()
-    return Pass(name, tuple(name for name in "pg" if name in wanted) + state, (), _exact(rule))
+    return Pass(name, tuple(name for name in "pg" if name in wanted) + state, (), rule.moments)
 
 
 def passes(rule: Rule) -> list[Pass]:
     """The passes of a step, in their order."""
     moments = tuple(moment.key for moment in rule.moments)
     norms = [_reduction(rule, f"reduce_{k}", phase) for k, phase in enumerate(rule.phases)]
-    return [*norms, Pass("update", ("p", "g", *moments), ("p", *moments), _exact(rule))]
-
-
-def _exact(rule: Rule) -> frozenset[str]:
-    return frozenset(moment.key for moment in rule.moments if moment.exact)
+    return [*norms, Pass("update", ("p", "g", *moments), ("p", *moments), rule.moments)]
 
 
 def bytes_of(
     rule: Rule, name: str, p: int, g: int, format: formats.Format, weights: Weights = PLAIN
 ) -> float:
-    """Bytes per element that the pass `name` reads and writes.
-
-    Args:
-        p, g: bytes of an element of the parameter and of the gradient.
-        format: of the moments.
-        weights: how the parameter is stored.
-    """
+    """Bytes per element that the pass `name` reads and writes; see `Pass.moved_with`."""
     (found,) = (one for one in passes(rule) if one.name == name)
-    state = sum(
-        (part.dtype or torch.float32).itemsize / (format.block if part.per_block else 1)
-        for part in formats.parts_of(rule.moments, format)
-    )
-    width = {"p": p + (weights.residual.itemsize if weights.residual else 0), "g": g}
-    total = 0.0
-    for names in (found.reads, found.writes):
-        total += sum(width[name] for name in names if name in width)
-        total += state if set(names) - width.keys() else 0.0
-    return total
+    return found.moved_with(p, g, format, weights)
 
 
 def rule_of(optimizer: torch.optim.Optimizer) -> Rule | None:
