@@ -62,7 +62,7 @@ peers: $(PEERS)  ## compare with the optimizers, names and checkpoints of other 
 	$(PY) -m pytest tests/test_peers.py tests/test_peers_checkpoints.py tests/test_bitsandbytes_names.py \
 	  tests/test_cli_peers.py $(ARGS)
 
-frameworks: $(FRAMEWORKS)  ## run the training loops of transformers, accelerate, Lightning, peft and timm
+frameworks: $(FRAMEWORKS)  ## run the training loops of transformers, accelerate, Lightning, peft, timm and gsplat
 	$(PY) -m pytest tests/frameworks $(ARGS)
 
 lint: $(DEV)  ## check style and formatting

@@ -27,6 +27,7 @@ from ._cain import Cain8bit as Cain8bit
 from ._cain import Cain32bit as Cain32bit
 from ._codec import dequantize_blockwise as dequantize_blockwise
 from ._codec import quantize_blockwise as quantize_blockwise
+from ._dequantize import dequantize_state as dequantize_state
 from ._eden import Eden as Eden
 from ._eve import Eve as Eve
 from ._eve import Eve4bit as Eve4bit

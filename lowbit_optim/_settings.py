@@ -28,6 +28,7 @@ _UNREAD = (*NON_SETTING_KEYS, "param_names")  # by a step
 # Settings that every group has, whether or not the class has arguments for them.
 COMMON_DEFAULTS = {"state_format": None, "dither": True, "seed": 0, "master_weight_bits": "auto"}
 WIDTH_AND_FORMAT = ("optim_bits", "state_format")
+EXACT = {"optim_bits": 32, "state_format": None}
 _PLAIN_TYPES = (float, int, bool, str, type(None))
 
 

@@ -1,6 +1,7 @@
 """Settings that change in mid-run under sharding, and loads that go wrong on one rank alone."""
 
 import copy
+import math
 
 import pytest
 import torch
@@ -87,6 +88,33 @@ def resumed(rank, world, folder):
 
 def test_a_run_is_resumed_whose_groups_do_not_say_how_it_was_kept(tmp_path):
     sharded.run(2, resumed, str(tmp_path))
+
+
+def dequantized(rank, world, folder):
+    """Numbers have the parameter's placements, and are those of a twin that is not sharded."""
+    mesh = init_device_mesh("cpu", (world,))
+    for shape in ((LENGTH,), (63, 300)):
+        value, *gradients = (vector(seed, math.prod(shape)).view(shape) for seed in range(4))
+        plain = nn.Parameter(value.clone())
+        shards = nn.Parameter(distribute_tensor(value, mesh, [Shard(0)]))
+        optimizers = [lowbit_optim.AdamW8bit([p], master_weight_bits=24) for p in (plain, shards)]
+        for g in gradients:
+            plain.grad, shards.grad = g, distribute_tensor(g, mesh, [Shard(0)])
+            for optimizer in optimizers:
+                optimizer.step()
+            for optimizer in optimizers if g is gradients[1] else ():
+                lowbit_optim.dequantize_state(optimizer)
+                (state,) = optimizer.state.values()
+                assert state["exp_avg"].dtype == state["exp_avg_sq"].dtype == torch.float32
+            got, want = (
+                sharded.everything([p], o)
+                for p, o in zip((shards, plain), reversed(optimizers), strict=True)
+            )
+            assert identical(got, want)
+
+
+def test_state_as_numbers(tmp_path):
+    sharded.run(2, dequantized, str(tmp_path))
 
 
 DAMAGES = {

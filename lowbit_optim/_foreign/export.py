@@ -10,9 +10,7 @@ from torch import Tensor
 
 from .. import _settings, _sharding, _state_dicts
 from .._optimizer import LowBitOptimizer, require_own
-from .._settings import NON_SETTING_KEYS, as_number
-
-EXACT = {"optim_bits": 32, "state_format": None}
+from .._settings import EXACT, NON_SETTING_KEYS, as_number
 
 
 @dataclass(frozen=True)

@@ -10,6 +10,7 @@ from accelerate.state import AcceleratorState, GradientState, PartialState
 
 import lowbit_optim
 from lowbit_optim.bitsandbytes import optim, patch
+from test_gsplat import RATES, image, render, splats
 from test_timm import hollow_timm
 from tiny import Sequences, bits_of, gpt2
 
@@ -44,6 +45,7 @@ def loader():
 def test_every_page_is_followed():
     tested = {
         "hf_trainer", "accelerate", "lightning", "timm", "coming_from_bitsandbytes", "small_gpu",
+        "gaussian_splatting",
     }  # fmt: skip
     elsewhere = {"coming_from_torch", "sharded"}  # tests/test_guides.py
     without_code = {"deepspeed"}
@@ -94,6 +96,22 @@ def test_timm():
     with hollow_timm():
         done = run("timm.md", model=gpt2())
     assert type(done["optimizer"]) is lowbit_optim.AdamW8bit
+
+
+def test_gaussian_splatting():
+    images = [image()] * 701  # gsplat begins to refine after 500
+    done = run(
+        "gaussian_splatting.md", splats=splats(100), rates=RATES, images=images, render=render
+    )
+    count, optimizer = len(done["splats"]["means"]), done["optimizers"]["shN"]
+    assert count > 110
+    optimizer.zero_grad()
+    (rendered, _), (state,) = render(done["splats"]), optimizer.state.values()
+    assert state["exp_avg"].dtype == torch.float32
+    assert state["exp_avg"].shape == (count, 15, 3)
+    rendered.sum().backward()
+    optimizer.step()
+    assert state["exp_avg"].dtype == torch.uint8
 
 
 @pytest.mark.filterwarnings("ignore:PagedAdamW8bit pages nothing:UserWarning")
