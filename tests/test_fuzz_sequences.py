@@ -203,7 +203,13 @@ def another_engine(world, rng):
     lowbit_optim.use_engine(rng.choice(["torch", "auto"]))
 
 
-WORLDS = [by_deepcopy, by_pickle, by_checkpoint, by_checkpoint, another_engine]
+def numbers_for_codes(world, rng):
+    for optimizer in (world.optimizer, world.twin):
+        lowbit_optim.dequantize_state(optimizer)
+        world.check(optimizer)
+
+
+WORLDS = [by_deepcopy, by_pickle, by_checkpoint, by_checkpoint, another_engine, numbers_for_codes]
 
 
 def replay(seed, length=LENGTH):
