@@ -255,6 +255,17 @@ def test_a_refusal_says_whether_to_warn(monkeypatch, warn):
     assert len(caught) == warn
 
 
+@pytest.mark.parametrize("half", [torch.float16, torch.float32], ids=str)
+def test_gradients_are_read_in_dtypes_that_an_engine_takes(monkeypatch, half):
+    """Without instructions for fp16, code that reads it would end the process."""
+    monkeypatch.setattr(vector, "converts_half", lambda: half == torch.float16)
+    read = {torch.float16: half, torch.bfloat16: torch.bfloat16, torch.float64: torch.float32}
+    for dtype, wanted in read.items():
+        g = torch.ones(3, dtype=dtype)
+        assert dispatch.readable(g, "numba").dtype == wanted
+        assert dispatch.readable(g, "torch") is g
+
+
 @pytest.mark.parametrize("method", ["begin", "finish"])
 def test_an_exception_inside_an_engine_propagates(monkeypatch, method):
     """It is never turned into a run on another engine."""

@@ -112,9 +112,8 @@ def engine_for(tensor: Tensor) -> EngineChoice:
 
 
 def readable(g: Tensor, engine: str) -> Tensor:
-    """A gradient in a dtype that an engine reads."""
-    dtypes = ENGINES[engine].dtypes
-    return g if dtypes is None or g.dtype in dtypes else g.float()
+    """A gradient in a dtype that an engine reads, which are those of parameters that it takes."""
+    return g if ENGINES[engine].refusal(g.device, g.dtype) is None else g.float()
 
 
 def encode(unit: Unit, values: Sequence[Tensor], shape: torch.Size) -> dict[str, Tensor]:
