@@ -191,6 +191,40 @@ print("done")
     assert run(script) == "done"
 
 
+@FORK
+@pytest.mark.parametrize("lock", ["cache.global_compiler_lock", "module_cache._import_lock"])
+def test_forks_while_another_thread_compiles(lock):
+    """The child's first step needs what no thread of it would let go of."""
+    pytest.importorskip("numba")
+    script = f"""
+import signal, warnings
+from lowbit_optim_kernels.codegen import module_cache
+from lowbit_optim_kernels.engines.numba import cache, engine
+warnings.simplefilter("ignore")
+p = torch.nn.Parameter(torch.ones(5000))
+p.grad = torch.ones(5000)
+optimizer, held = lowbit_optim.SGD32bit([p], lr=0.1, momentum=0.9), threading.Event()
+
+def hold():
+    with {lock}:
+        held.set()
+        time.sleep(0.5)
+
+thread = threading.Thread(target=hold)
+thread.start()
+held.wait()
+child = os.fork()
+if child == 0:
+    signal.alarm(60)
+    optimizer.step()
+    os._exit(0)
+assert os.waitpid(child, 0)[1] == 0
+thread.join()
+print("done")
+"""
+    assert run(script) == "done"
+
+
 def test_steps_while_the_interpreter_shuts_down():
     """In a thread that outlives the main thread, and in an exit handler.
 

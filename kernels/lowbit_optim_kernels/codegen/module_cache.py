@@ -28,6 +28,7 @@ import warnings
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from types import CodeType, ModuleType
+from typing import Any
 
 from .private_folder import NotPrivateError, private_folder, read_private, write_private
 
@@ -155,7 +156,19 @@ class _TextLoader(importlib.abc.InspectLoader):
         return self.source_to_code(self.source, self.filename)
 
 
-_import_lock = threading.Lock()
+def hold_at_forks(lock: Any) -> None:
+    """Have a fork wait for a lock: in the child nobody would let go of what another thread holds.
+
+    It is to be reentrant, as its holder may fork.
+    """
+    if hasattr(os, "register_at_fork"):
+        os.register_at_fork(
+            before=lock.acquire, after_in_parent=lock.release, after_in_child=lock.release
+        )
+
+
+_import_lock = threading.RLock()
+hold_at_forks(_import_lock)
 
 
 def import_source(label: str, source: str, depends: Iterable[str]) -> ModuleType:

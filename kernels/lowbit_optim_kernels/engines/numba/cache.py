@@ -51,6 +51,8 @@ def processor() -> str:
 
 _made: dict[str, CFunction] = {}
 
+module_cache.hold_at_forks(global_compiler_lock)
+
 
 @global_compiler_lock
 def c_function(module: ModuleType, name: str) -> CFunction:
