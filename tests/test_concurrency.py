@@ -5,7 +5,9 @@ import threading
 import time
 
 import pytest
+import torch
 
+from lowbit_optim import quantize_blockwise
 from protocol import FORK, python
 
 # Optimizers of different classes and bits with tensors large enough for the pool of threads.
@@ -189,6 +191,30 @@ thread.join()
 print("done")
 """
     assert run(script) == "done"
+
+
+def test_what_is_compiled_does_not_wait_for_what_another_thread_compiles():
+    lock = pytest.importorskip("numba.core.compiler_lock").global_compiler_lock
+    x, held, over = torch.ones(300), threading.Event(), threading.Event()
+    quantize_blockwise(x)
+
+    def hold():
+        with lock:
+            held.set()
+            over.wait()
+
+    threads = [
+        threading.Thread(target=hold),
+        threading.Thread(target=quantize_blockwise, args=(x,)),
+    ]
+    threads[0].start()
+    held.wait()
+    threads[1].start()
+    threads[1].join(10)
+    waits = threads[1].is_alive()
+    over.set()
+    [thread.join() for thread in threads]
+    assert not waits
 
 
 @FORK

@@ -54,11 +54,15 @@ _made: dict[str, CFunction] = {}
 module_cache.hold_at_forks(global_compiler_lock)
 
 
-@global_compiler_lock
 def c_function(module: ModuleType, name: str) -> CFunction:
     """The C function of a generated module's function of an int64; loaded, or else compiled."""
     system = hashlib.sha256(processor().encode()).hexdigest()[:24]
     key = f"{module.__name__}.{name}.{system}"  # the module's name says all else
+    return _made.get(key) or _make(module, name, key)
+
+
+@global_compiler_lock
+def _make(module: ModuleType, name: str, key: str) -> CFunction:
     if key not in _made:
         kept = module_cache.load(key)
         found = None if kept is None else _linked(kept)
