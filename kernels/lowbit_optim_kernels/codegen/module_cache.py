@@ -159,14 +159,25 @@ class _TextLoader(importlib.abc.InspectLoader):
 def hold_at_forks(lock: Any) -> None:
     """Have a fork wait for a lock: in the child nobody would let go of what another thread holds.
 
-    It is to be reentrant, as its holder may fork.
+    After those that were given before. Each is to be reentrant, as its holder may fork.
     """
-    if hasattr(os, "register_at_fork"):
-        os.register_at_fork(
-            before=lock.acquire, after_in_parent=lock.release, after_in_child=lock.release
-        )
+    _held_at_forks.append(lock)
 
 
+def _hold() -> None:
+    for lock in _held_at_forks:
+        lock.acquire()
+
+
+def _let_go() -> None:
+    for lock in _held_at_forks:
+        lock.release()
+
+
+_held_at_forks: list[Any] = []
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(before=_hold, after_in_parent=_let_go, after_in_child=_let_go)
+# The first of them: a module that is imported may have Numba begin, which takes its own lock.
 _import_lock = threading.RLock()
 hold_at_forks(_import_lock)
 
