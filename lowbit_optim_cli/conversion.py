@@ -24,6 +24,7 @@ from lowbit_optim._foreign.load import codes_of
 from lowbit_optim._foreign.to_bitsandbytes import Original, write
 from lowbit_optim_kernels.formats import FORMATS, parts_of
 from lowbit_optim_kernels.rules import Moment
+from lowbit_optim_kernels.rules.shared import NORMS
 from lowbit_optim_kernels.weights import RESIDUAL_KEY
 
 from . import checkpoints
@@ -269,6 +270,11 @@ def _converted(
         lines.append(
             f"the bits beyond bf16 of its weights ({RESIDUAL_KEY}) are not in it; "
             "`lowbit_optim.master_weights` gives the weights with them"
+        )
+    if to == "torch" and any(NORMS.key in state for state in states):
+        lines.append(
+            f"the norms that percentile_clipping goes by ({NORMS.key}) are not in it: torch.optim "
+            "does not clip"
         )
     return _renamed(new, found.state_dict), lines
 

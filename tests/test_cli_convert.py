@@ -14,7 +14,7 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_optimize
 
 import lowbit_optim
 from test_cli_checkpoints import assert_equal, converted, inspected, parameters, saved, stepped
-from test_cli_estimate import refused
+from test_cli_estimate import refused, run
 
 pytestmark = pytest.mark.filterwarnings("ignore:TypedStorage is deprecated")  # of torch 2.7
 
@@ -88,6 +88,27 @@ def test_what_is_beside_state_and_groups_stays(tmp_path, to):
     new = converted(tmp_path / "run.pt", tmp_path / "new.pt", "--to", to)
     assert new["scale"] == 2
     assert ("lowbit_optim" in new) == (to == "lowbit")
+
+
+@pytest.mark.parametrize("to", ["torch", "bitsandbytes", "lowbit"])
+def test_what_a_user_has_put_into_states_stays(tmp_path, to):
+    optimizer = stepped(lowbit_optim.AdamW8bit, "AdamW")
+    optimizer.state[optimizer.param_groups[0]["params"][0]]["mine"] = torch.ones(2)
+    optimizer.state["epoch"] = 3
+    source = saved(tmp_path / "run.pt", optimizer)
+    state = converted(source, tmp_path / "new.pt", "--to", to)["state"]
+    assert torch.equal(state[0]["mine"], torch.ones(2))
+    assert state["epoch"] == 3
+
+
+def test_norms_of_percentile_clipping_are_said_to_be_lost(tmp_path):
+    """A state of bitsandbytes says no more of its clipping."""
+    optimizer = stepped(lowbit_optim.AdamW8bit, "AdamW", percentile_clipping=50)
+    state = lowbit_optim.to_bitsandbytes_state_dict(optimizer)
+    torch.save({"optimizer": state}, tmp_path / "run.pt")
+    for to in ("torch", "bitsandbytes"):
+        said = run("convert", tmp_path / "run.pt", tmp_path / to, "--to", to, "-o", "AdamW").stdout
+        assert ("(gnorm_vec) are not in it" in said) == (to == "torch")
 
 
 @pytest.mark.parametrize(

@@ -159,6 +159,35 @@ def test_what_a_group_has_beside_settings_is_copied(write):
 
 
 @pytest.mark.parametrize("write", [to_torch_state_dict, to_bitsandbytes_state_dict])
+@pytest.mark.parametrize("format", ["dynamic8", "ratio8", "float32"])
+def test_what_a_user_has_put_into_state_is_copied(write, format):
+    """Not what the optimizer has kept with other settings, as codes of a moment."""
+    optimizer = lowbit_optim.AdamW(
+        params_of([(64, 64)]), state_format=format, percentile_clipping=50, amsgrad=True
+    )
+    (p,) = optimizer.param_groups[0]["params"]
+    p.grad = torch.ones_like(p)
+    optimizer.step()
+    optimizer.param_groups[0].update(amsgrad=False, percentile_clipping=100)
+    wanted = write(optimizer)["state"]
+    assert "max_exp_avg_sq" not in wanted[0]
+    optimizer.state[p]["mine"] = optimizer.state["note"] = torch.ones(2)
+    written = write(optimizer)["state"]
+    assert not pointers(written) & pointers(dict(optimizer.state))
+    assert torch.equal(written[0].pop("mine"), written.pop("note"))
+    assert identical(written, wanted)
+    del optimizer.state[p]["exp_avg"]
+    with pytest.raises(ValueError, match=r"parameter 0 of shape \(64, 64\): it has no 'exp_avg'"):
+        write(optimizer)
+
+
+def test_a_state_without_a_step_is_written_for_sgd():
+    optimizer = lowbit_optim.SGD(params_of([(5,)]), momentum=0.9)
+    optimizer.state[optimizer.param_groups[0]["params"][0]]["mine"] = 3
+    assert to_torch_state_dict(optimizer)["state"] == {0: {"mine": 3}}
+
+
+@pytest.mark.parametrize("write", [to_torch_state_dict, to_bitsandbytes_state_dict])
 def test_what_is_written_does_not_follow_the_default_dtype(write):
     optimizer = trained("AdamW", 8)
     wanted = write(optimizer)

@@ -4,13 +4,26 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 from torch import Tensor
 
-from .. import _settings, _sharding, _state_dicts
+from lowbit_optim_kernels.formats import FORMATS, Format
+from lowbit_optim_kernels.rules.adagrad import SQUARES
+from lowbit_optim_kernels.rules.adam import ADAM, AMSGRAD
+from lowbit_optim_kernels.rules.ademamix import ADEMAMIX
+from lowbit_optim_kernels.rules.rmsprop import MEAN, MEAN_SQUARE, VARIANCE
+from lowbit_optim_kernels.rules.sgd import MOMENTUM
+from lowbit_optim_kernels.rules.shared import NORMS
+from lowbit_optim_kernels.weights import RESIDUAL_KEY
+
+from .. import _saved_moments, _settings, _sharding, _state_dicts
 from .._optimizer import LowBitOptimizer, require_own
 from .._settings import EXACT, NON_SETTING_KEYS, as_number
+
+# Of the optimizers that other libraries have, with whatever settings.
+MOMENTS = (*AMSGRAD, *ADEMAMIX, *MOMENTUM, *SQUARES, MEAN_SQUARE, MEAN, VARIANCE)
 
 
 @dataclass(frozen=True)
@@ -36,8 +49,14 @@ class Member:
 
     @property
     def steps(self) -> int:
-        """The number of steps taken with it."""
-        return int(self.state["step"])
+        """The number of steps taken with it; 0 where its state says none, as a step takes it."""
+        return int(self.state.get("step", 0))
+
+    @property
+    def added(self) -> dict[str, Any]:
+        """A copy of what a user has put into its state."""
+        own = _own_keys(tuple(FORMATS.values()))
+        return {key: _settings.plain_copy(x) for key, x in self.state.items() if key not in own}
 
     def numbers(self, optimizer: LowBitOptimizer) -> dict[str, Tensor]:
         """Its moments in 32 bits by key, those that torch.optim keeps with these settings."""
@@ -75,6 +94,14 @@ class Group:
                     f"{self.name} has {key}={self.settings[key]!r}, and {library} has only "
                     f"{value!r} for it"
                 )
+
+
+@cache
+def _own_keys(formats: tuple[Format, ...]) -> frozenset[str]:
+    """The keys that optimizers keep in a parameter's state, or have kept with other settings."""
+    several = (ADAM, *((moment,) for moment in MOMENTS))
+    kept = (_saved_moments.keys_of(m, f) for m in several for f in formats if f.refusal(m) is None)
+    return frozenset({"step", RESIDUAL_KEY, NORMS.key}.union(*kept))
 
 
 def require_optimizer(optimizer: Any, function: str, library: str, families: Sequence[str]) -> None:
@@ -128,6 +155,12 @@ def _require_inherited(number: int, part: Mapping[str, Any], inherited: Mapping[
                 "put them into a group of their own, state dicts of other libraries have no "
                 "settings of single parameters"
             )
+
+
+def entries_beside(optimizer: LowBitOptimizer) -> dict[Any, Any]:
+    """A copy of the entries of `state` that are of no parameter."""
+    entries = optimizer.state.items()
+    return {key: _settings.plain_copy(x) for key, x in entries if not isinstance(key, Tensor)}
 
 
 def _beside(value: Any) -> Any:

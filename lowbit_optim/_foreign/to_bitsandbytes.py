@@ -20,7 +20,7 @@ from .. import _checks, _saved_moments, _state_dicts
 from .._optimizer import LowBitOptimizer
 from .bitsandbytes import BITSANDBYTES, BLOCKS, FAMILIES, NESTED, ONE_STATE, TWO_STATES, Family
 from .coded import Coded, same_blocks
-from .export import Group, Member, groups_of, require_optimizer
+from .export import Group, Member, entries_beside, groups_of, require_optimizer
 
 LAYOUTS = ("flat", "nested")
 # Settings that mean nothing while there is no weight decay.
@@ -50,7 +50,8 @@ def to_bitsandbytes_state_dict(optimizer: LowBitOptimizer, layout: str = "flat")
             a block, "nested".
 
     Returns:
-        A dict with `state` and `param_groups` that shares no memory with the optimizer.
+        A dict with `state` and `param_groups` that shares no memory with the optimizer. What a user
+        has put into these is in it.
 
     Raises:
         TypeError: if it is no optimizer of this package.
@@ -128,8 +129,9 @@ def write(optimizer: LowBitOptimizer, layout: str, original: Original) -> dict[s
     for member in (member for group in groups for member in group.members):
         if member.state:
             flat = _state(its, member, sources[member.index], whole)
-            state[member.index] = flat if layout == "flat" else _nested(flat)
-    return {"state": state, "param_groups": packed}
+            laid_out = flat if layout == "flat" else _nested(flat)
+            state[member.index] = {**laid_out, **member.added}
+    return {"state": {**state, **entries_beside(optimizer)}, "param_groups": packed}
 
 
 def _settings(its: Family, group: Group) -> dict[str, Any]:
@@ -155,7 +157,8 @@ def _settings(its: Family, group: Group) -> dict[str, Any]:
 def _state(its: Family, member: Member, source: Source, whole: bool) -> dict[str, Any]:
     """A parameter's state in the flat layout; `whole` for one scale a tensor."""
     # Asked of all together: a format may have two moments in one byte.
-    stored = _saved_moments.saved_units(member.state, tuple(chain.from_iterable(its.states)))
+    with _state_dicts.refusing(member.where):
+        stored = _saved_moments.saved_units(member.state, tuple(chain.from_iterable(its.states)))
     formats = {moment: unit.format for unit in stored for moment in unit.moments}
     state: dict[str, Any] = {"step": member.steps}
     for i, moments in enumerate(its.states, 1):

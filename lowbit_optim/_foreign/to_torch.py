@@ -10,7 +10,7 @@ from lowbit_optim_kernels.batch import STEP_DTYPE
 
 from .. import _saved_state
 from .._optimizer import LowBitOptimizer
-from .export import Group, Member, groups_of, require_optimizer
+from .export import Group, Member, entries_beside, groups_of, require_optimizer
 
 FAMILIES = ("SGD", "Adam", "AdamW", "RMSprop", "Adagrad")
 HOW_TO_RUN = ("foreach", "fused", "capturable", "differentiable")  # what they compute is the same
@@ -30,7 +30,8 @@ def to_torch_state_dict(optimizer: LowBitOptimizer) -> dict[str, Any]:
         optimizer: `SGD`, `Adam`, `AdamW`, `RMSprop` or `Adagrad`, of any width; not changed.
 
     Returns:
-        A dict with `state` and `param_groups` that shares no memory with the optimizer.
+        A dict with `state` and `param_groups` that shares no memory with the optimizer. What a user
+        has put into these is in it.
 
     Raises:
         TypeError: if it is no optimizer of this package.
@@ -53,7 +54,8 @@ def to_torch_state_dict(optimizer: LowBitOptimizer) -> dict[str, Any]:
     packed = [group.packed(_settings(optimizer.family, group)) for group in groups]
     members = (member for group in groups for member in group.members)
     states = {member.index: _state(optimizer, member) for member in members}
-    return {"state": {i: own for i, own in states.items() if own}, "param_groups": packed}
+    state = {i: own for i, own in states.items() if own}
+    return {"state": {**state, **entries_beside(optimizer)}, "param_groups": packed}
 
 
 def _settings(family: str, group: Group) -> dict[str, Any]:
@@ -64,19 +66,18 @@ def _settings(family: str, group: Group) -> dict[str, Any]:
 
 
 def _state(optimizer: LowBitOptimizer, member: Member) -> dict[str, Any]:
-    state: dict[str, Any] = {}
+    state = member.added
     # A buffer says to torch's SGD, which counts no steps, that there has been one. A step that an
     # AMP scaler has skipped was none.
     unbegun = optimizer.family == "SGD" and member.state and member.steps == 0
     if member.state and not unbegun:
         state.update(member.numbers(optimizer))
-        steps = member.state["step"].detach().cpu()
     elif optimizer.family == "Adagrad":  # torch's has state from the start
         start = member.settings["initial_accumulator_value"]
         state["sum"] = torch.full_like(member.p, start, memory_format=torch.preserve_format)
-        steps = torch.zeros((), dtype=STEP_DTYPE, device="cpu")
     else:
         return state
     if optimizer.family != "SGD":  # torch's counts no steps
+        steps = torch.tensor(member.steps, dtype=STEP_DTYPE, device="cpu")
         state["step"] = _saved_state.saved_step(steps)
     return state
