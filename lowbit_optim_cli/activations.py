@@ -110,6 +110,15 @@ def _all_trained(model: nn.Module) -> Iterator[None]:
             p.requires_grad_(False)
 
 
+def _keep_integers_as_buffers(model: nn.Module) -> None:
+    """Make buffers of parameters that cannot want gradients, as those of a quantized model."""
+    for module in model.modules():
+        for name, p in list(module.named_parameters(recurse=False)):
+            if not (p.is_floating_point() or p.is_complex()):
+                delattr(module, name)
+                module.register_buffer(name, p.detach())
+
+
 def _peak(model: Model, shape: tuple[int, ...]) -> int:
     """All that is there at the peak but parameters, buffers and gradients."""
     import torch
@@ -117,8 +126,8 @@ def _peak(model: Model, shape: tuple[int, ...]) -> int:
     from torch.distributed._tools.mem_tracker import MemTracker, _MemRefType
 
     before = torch.get_default_dtype()
-    own = model.weights[0].dtype
-    dtype = next(getattr(torch, name) for name, short in TORCH_DTYPES.items() if short == own)
+    known = {short: getattr(torch, name) for name, short in TORCH_DTYPES.items()}
+    dtype = next(known[weight.dtype] for weight in model.weights if weight.dtype in known)
     with FakeTensorMode():
         torch.set_default_dtype(dtype)
         try:
@@ -127,6 +136,7 @@ def _peak(model: Model, shape: tuple[int, ...]) -> int:
             torch.set_default_dtype(before)
         tokens = any(weight.embedding for weight in model.weights)
         x = torch.zeros(shape, dtype=torch.long) if tokens else torch.zeros(shape, dtype=dtype)
+        _keep_integers_as_buffers(built)
         tracker = MemTracker()
         with _all_trained(built):  # `track_external` would leave the hooks to the forward pass
             tracker._track_module_params_and_buffers(built)

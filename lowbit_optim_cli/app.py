@@ -219,7 +219,7 @@ def estimate(
     if measure is not None:
         activations.shape_of(measure)
     found = read_model(model, dtype.value if dtype else None, build=measure is not None)
-    bf16 = any(weight.dtype == "bf16" for weight in found.weights)
+    bf16 = any(weight.dtype == "bf16" and weight.trained for weight in found.weights)
     if embeddings_in_32_bits and not any(weight.embedding for weight in found.weights):
         raise Refused(f"--embeddings-32: no embedding is known in {model}")
     rows = estimates.rows_of(

@@ -16,7 +16,12 @@ Shape = Sequence[int]
 
 ROW_LAYOUT_MIN = 64  # elements of a row from which on blocks restart at every row
 BUCKET_BYTES = 64 << 20  # `release_gradients` steps when so many bytes of gradients wait
-ITEMSIZE = {"fp64": 8, "fp32": 4, "bf16": 2, "fp16": 2}
+ITEMSIZE = {
+    "fp64": 8, "fp32": 4, "bf16": 2, "fp16": 2,
+    # By torch's names, those of weights that are only there frozen, as of a quantized model.
+    "complex64": 8, "int64": 8, "int32": 4, "int16": 2, "int8": 1, "uint8": 1, "bool": 1,
+    "float8_e4m3fn": 1, "float8_e5m2": 1,
+}  # fmt: skip
 TORCH_DTYPES = {"float64": "fp64", "float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
 
 

@@ -18,7 +18,7 @@ from torch.nn.parameter import is_lazy
 from lowbit_optim._groups import EMBEDDINGS, parameters_in
 
 from .errors import Refused, plural, quiet, sentence
-from .footprint import TORCH_DTYPES, Model, Weight
+from .footprint import ITEMSIZE, TORCH_DTYPES, Model, Weight
 from .known import architecture
 
 MOST_PARAMETERS = 200_000  # tensors; a model with 256 experts in 60 layers has some 50,000
@@ -107,9 +107,12 @@ def _of_module(
             raise Refused(f"{text} has {name!r}, whose shape a first forward pass decides")
     embeddings, weights = parameters_in(model, EMBEDDINGS), []
     for name, p in model.named_parameters():
-        if p.dtype not in DTYPES:
-            raise Refused(f"{text} has the parameter {name!r} of {p.dtype}, which is not trained")
-        own = dtype or DTYPES[p.dtype]
+        own = str(p.dtype).removeprefix("torch.") if _is_coded(p) else dtype or DTYPES.get(p.dtype)
+        if own not in ITEMSIZE:
+            raise Refused(
+                f"{text} has the parameter {name!r} of {p.dtype}, which is not trained; give the "
+                "dtype that it will have, as in --dtype bf16"
+            )
         weights.append(Weight(name, tuple(p.shape), own, p in embeddings, p.requires_grad))
     return Model(text, tuple(weights), tuple(_notes(model)), config, build)
 
@@ -120,9 +123,17 @@ def _notes(model: nn.Module) -> Iterator[str]:
     shared = names - sum(1 for _ in model.parameters())
     if shared:
         yield f"{plural(shared, 'weight')} shared by two modules, counted once"
+    coded = sum(1 for _ in filter(_is_coded, model.parameters()))
+    if coded:
+        yield f"{plural(coded, 'frozen weight')} of codes, of which each element is counted as one"
     buffers = sum(buffer.nbytes for buffer in model.buffers())
     if buffers:
         yield f"{buffers:,} bytes of buffers come on top"
+
+
+def _is_coded(p: nn.Parameter) -> bool:
+    """Whether a parameter keeps its dtype whatever that of the others is, as a quantized one."""
+    return not p.requires_grad and p.dtype not in DTYPES
 
 
 @contextmanager

@@ -94,7 +94,8 @@ def test_rows_have_names_of_classes():
 def test_the_constants_are_those_of_the_package():
     assert ROW_LAYOUT_MIN == layout.ROW_LAYOUT_MIN
     assert BUCKET_BYTES == lowbit_optim._release.BUCKET_BYTES
-    assert {key: DTYPES[key].itemsize for key in ITEMSIZE} == ITEMSIZE
+    of_torch = {key: DTYPES.get(key) or getattr(torch, key) for key in ITEMSIZE}
+    assert {key: dtype.itemsize for key, dtype in of_torch.items()} == ITEMSIZE
     for format, bits in optimizers.BITS.items():
         assert formats.FORMATS[format].bits == bits
 

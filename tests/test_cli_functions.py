@@ -139,6 +139,46 @@ def test_a_fake_step_of_frozen_layers_holds_less(module):
     assert last >= 3 * 0.02
 
 
+QUANTIZED = """
+class Quantized(nn.Module):
+    def __init__(self):
+        super().__init__()
+        codes = torch.zeros(4000, 2000, dtype=torch.uint8)
+        self.codes = nn.Parameter(codes, requires_grad=False)
+        self.scale = nn.Parameter(torch.ones(4000, 1, dtype=torch.bfloat16), requires_grad=False)
+        self.adapter = nn.Linear(2000, 4000)
+    def forward(self, x):
+        return x @ (self.codes * self.scale).float().T + self.adapter(x)
+def build(): return Quantized()
+"""
+
+
+@pytest.mark.parametrize("dtype", [None, "bf16"])
+def test_a_quantized_model_has_frozen_weights_of_codes(module, dtype):
+    """They have their own width whatever the others are cast to; one element may be two weights."""
+    name, wide = f"{module(QUANTIZED)}:build", {None: 4, "bf16": 2}[dtype]
+    found = estimated(name, *(("--dtype", dtype) if dtype else ()))
+    row, adapter = found["rows"][0], 4000 * 2000 + 4000
+    assert row["weights"] == 4000 * 2000 + 4000 * 2 + adapter * wide
+    assert row["gradients"] == adapter * wide
+    (note,) = found["notes"]
+    assert note == "1 frozen weight of codes, of which each element is counted as one"
+    widths = {row["master_weight_bits"] for row in found["rows"]}
+    assert widths == ({None, 16, 24, 32} if dtype else {None}), "which are of trained weights"
+
+
+def test_trained_weights_of_fp8_need_a_dtype(module):
+    text = "def build(): return nn.Linear(4, 4, dtype=torch.float8_e4m3fn)"
+    name = f"{module(text)}:build"
+    assert "of torch.float8_e4m3fn, which is not trained; give the" in refused("estimate", name)
+    assert estimated(name, "--dtype", "bf16")["rows"][0]["weights"] == 20 * 2
+
+
+def test_a_fake_step_of_a_quantized_model_counts_its_activations(module):
+    wide = 4000 * 2000 * (2 + 4)  # what the codes are multiplied out to
+    assert wide / 1e9 <= peak(f"{module(QUANTIZED)}:build", "8x2000") <= 2 * wide / 1e9
+
+
 @pytest.mark.parametrize(
     ("forward", "cast", "said"),
     [
