@@ -32,10 +32,10 @@ def of_function(text: str, dtype: str | None) -> Model:
     sys.path.insert(0, "")
     with _saying(f"{text} raised"):
         found: Any = importlib.import_module(module)
-    for part in name.split("."):
-        if not hasattr(found, part):
-            raise Refused(f"the module {module} has no {name!r}")
-        found = getattr(found, part)
+        for part in name.split("."):  # which may be imported when it is asked for
+            if not hasattr(found, part):
+                raise Refused(f"the module {module} has no {name!r}")
+            found = getattr(found, part)
     if not callable(found):
         raise Refused(f"{text} must be a function that returns a model; it is {_kind(found)}")
     return _of_module(text, found, dtype, {})
@@ -60,7 +60,8 @@ def of_config(path: Path, config: dict[str, Any], dtype: str) -> Model:
         settings = transformers.CONFIG_MAPPING[config["model_type"]].from_dict(
             _without_dtypes(config)
         )
-    with quiet():  # transformers imports a class when it is asked for it
+    # transformers imports a class when it is asked for it.
+    with quiet(), _saying(f"transformers cannot import what {path} names:"):
         make = _class_of(config)
 
     def build() -> nn.Module:

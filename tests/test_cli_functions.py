@@ -58,6 +58,7 @@ def test_a_function_builds_a_model_on_the_meta_device(module):
             "raised ValueError: for a field: it is wide",
         ),
         ("raise SystemExit(3)", "raised SystemExit: 3"),
+        ("def __getattr__(name): raise ImportError('needs x')", "raised ImportError: needs x"),
         ("def build(a): ...", "raised TypeError"),
         ("", "has no 'build'"),
         ("def build(): return nn.Linear(2, 2, dtype=torch.complex64)", "torch.complex64"),

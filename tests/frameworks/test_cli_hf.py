@@ -1,6 +1,7 @@
 """`lowbit-optim estimate` of configurations of transformers, built on the meta device."""
 
 import json
+import sys
 
 import pytest
 import torch
@@ -289,3 +290,11 @@ def test_a_transformer_has_a_formula_and_a_measure(folder):
 )
 def test_configurations_that_no_model_has_are_refused(folder, config, said):
     assert said in refused("estimate", folder(config))
+
+
+def test_a_class_that_transformers_cannot_import_is_said(folder, monkeypatch):
+    lazy = sys.modules["transformers"]  # which another module takes the place of at times
+    monkeypatch.setitem(lazy._class_to_module, "LostForCausalLM", "lost")
+    config = {"model_type": "gpt_neox", "architectures": ["LostForCausalLM"]}
+    said = refused("estimate", folder(config))
+    assert "Could not import module 'LostForCausalLM'" in said
