@@ -204,6 +204,15 @@ def test_nothing_is_said_of_our_own_and_of_torchs():
             build("AdamW", [p]).load_state_dict(source.state_dict())
 
 
+@pytest.mark.parametrize(("bits", "form"), [(32, "dynamic8"), (8, "ratio8")])
+def test_the_warning_is_of_what_is_read_and_not_of_what_is_kept(bits, form):
+    (p,) = params_of([(2, 256)])
+    optimizer = lowbit_optim.AdamW([p], state_format=form, min_8bit_size=1)
+    with pytest.warns(UserWarning, match="bitsandbytes: its moments are read bit for bit"):
+        optimizer.load_state_dict(foreign("AdamW", [(2, 256)], bits=bits))
+    assert optimizer.state[p]["exp_avg"].dtype == torch.uint8
+
+
 def test_nothing_is_shared_with_the_file():
     params = params_of(WHOLE)
     saved = foreign("AdEMAMix", WHOLE, "nested")

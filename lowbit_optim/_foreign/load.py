@@ -84,12 +84,12 @@ def _library_of(state_dict: Any) -> Library | None:
 
 
 def _kept(exact: Sequence[bool]) -> str:
-    """The share of the moments that is copied bit for bit, in words."""
+    """The share of the moments that is read bit for bit, in words; it may be rounded after that."""
     if not exact:
         return "it has no moments yet"
     if all(exact):
-        return "its moments are taken bit for bit"
+        return "its moments are read bit for bit"
     return (
-        f"the moments of {sum(exact)} of {len(exact)} parameters are taken bit for bit, the others "
-        "are read as numbers, since their blocks or codes differ"
+        f"the moments of {sum(exact)} of {len(exact)} parameters are read bit for bit, the others "
+        "as numbers, since their blocks or codes differ"
     )
