@@ -145,8 +145,8 @@ def _numbered(state_dict: Mapping[str, Any]) -> dict[str, Any]:
     params = [group["params"] for group in groups if isinstance(group.get("params"), list)]
     numbers = {str(i): i for of_group in params for i in of_group if type(i) is int}
     state = state_dict["state"]
-    if state.keys() <= numbers.keys():
-        state = {numbers[key]: one for key, one in state.items()}
+    if not state.keys() & set(numbers.values()):
+        state = {numbers.get(key, key): one for key, one in state.items()}
     return {**state_dict, "state": state}
 
 

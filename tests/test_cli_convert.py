@@ -262,6 +262,7 @@ def test_a_dcp_folder_is_made_a_file_first(tmp_path):
 @pytest.mark.parametrize("cls", [lowbit_optim.AdamW8bit, torch.optim.AdamW])
 def test_numbers_of_parameters_that_dcp_made_strings_of_are_numbers_again(tmp_path, cls):
     optimizer = stepped(cls, "AdamW")
+    optimizer.state["epoch"] = 3  # which is of no parameter
     folder, file = tmp_path / "folder", tmp_path / "file.pt"
     checkpoint.save({"optimizer": optimizer.state_dict()}, checkpoint_id=folder)
     dcp_to_torch_save(folder, file)
