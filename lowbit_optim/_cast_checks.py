@@ -14,6 +14,7 @@ from lowbit_optim_kernels.weights import RESIDUAL_KEY, WEIGHTS, as_integers
 
 from . import _sharding
 from ._saved_moments import Moments, formats_of
+from ._tensor_checks import REAL
 
 _CAST = (
     "torch.distributed.checkpoint casts what it reads to the dtypes of this optimizer. Build one "
@@ -196,9 +197,7 @@ def _require_no_codes(saved: Mapping[str, Any], moments: Moments, format: Format
 
 def _may_be_codes(value: Tensor) -> bool:
     """Whether a moment's numbers are all whole, as those of codes are."""
-    if not value.is_floating_point():
-        return False
-    if value.layout != torch.strided or value.device.type == "meta":
-        return False  # and refused by its checks
+    if value.dtype not in REAL or value.layout != torch.strided or value.device.type == "meta":
+        return False  # its checks say what they think of it
     whole = (value == value.round()) & (value >= 0) & (value <= 255)
     return bool(whole.all())

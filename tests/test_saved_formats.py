@@ -190,3 +190,14 @@ def test_a_state_of_codes_and_numbers_is_loaded_in_the_order_of_one_that_steps_m
     loads = build("AdamW", model, state_format="dynamic8")
     loads.load_state_dict(saved)
     assert list(loads.state[model.weight]) == list(optimizer.state[model.weight])
+
+
+@pytest.mark.parametrize("wide", [False, True])
+def test_numbers_of_fp8_are_refused_in_a_sentence(wide, model):
+    optimizer = trained("AdamW", model, state_format="dynamic8")
+    saved = copy.deepcopy(optimizer.state_dict())
+    if wide:
+        del saved["state"][0]["exp_avg_absmax"]
+    saved["state"][0]["exp_avg"] = torch.rand(model.weight.shape).to(torch.float8_e4m3fn)
+    with pytest.raises(ValueError, match=r"'exp_avg' must be a dense tensor of .*float8"):
+        optimizer.load_state_dict(saved)
