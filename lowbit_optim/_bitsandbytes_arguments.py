@@ -48,10 +48,11 @@ def from_args(args: Any, name: str, otherwise: Any) -> Any:
 
 
 def replace_by_args(defaults: dict[str, Any], args: Any) -> None:
-    """Let bitsandbytes' `args` replace the constructor's values."""
+    """Let bitsandbytes' `args` replace the constructor's values, and warn of a switch in it."""
     if args is not None and all(from_args(args, name, None) is None for name in ARGS):
         raise TypeError(
             f"args must be an object or a dict with any of {', '.join(ARGS)}; got {args!r}"
         )
+    switches(bool(from_args(args, "block_wise", True)))
     for name in ARGS:
         defaults[name] = from_args(args, name, defaults[name])

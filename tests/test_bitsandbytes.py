@@ -6,7 +6,7 @@ import warnings
 import pytest
 import torch
 
-import lowbit_optim
+import lowbit_optim.bitsandbytes
 from protocol import ONE_PER_CLASS, parameters, train
 
 SWITCHES = {"block_wise": False, "is_paged": True}
@@ -28,6 +28,18 @@ def test_a_switch_that_does_nothing_warns_once_where_it_was_given(name, switch):
     plain = cls(parameters(), lr=1e-3, **{switch: not SWITCHES[switch]})
     for p, q in zip(*(train(o, 2).param_groups[0]["params"] for o in (given, plain)), strict=True):
         assert torch.equal(p, q)
+
+
+def test_a_switch_in_args_warns_as_well():
+    """bitsandbytes reads it there."""
+    args = {"optim_bits": 8, "block_wise": False}
+    for module in (lowbit_optim, lowbit_optim.bitsandbytes.optim):
+        with pytest.warns(UserWarning, match="block_wise=False has no effect") as caught:
+            module.AdamW(parameters(), args=args)
+        assert [warning.filename for warning in caught] == [__file__]
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            module.AdamW(parameters(), args={**args, "block_wise": True})
 
 
 def test_the_warning_names_the_line_of_a_subclass():
