@@ -127,6 +127,9 @@ def _notes(model: nn.Module) -> Iterator[str]:
     coded = sum(1 for _ in filter(_is_coded, model.parameters()))
     if coded:
         yield f"{plural(coded, 'frozen weight')} of codes, of which each element is counted as one"
+    later = sum(1 for _ in filter(_is_coded_later, model.parameters()))
+    if later:
+        yield f"{plural(later, 'weight')} counted in full: bitsandbytes codes them on a device only"
     buffers = sum(buffer.nbytes for buffer in model.buffers())
     if buffers:
         yield f"{buffers:,} bytes of buffers come on top"
@@ -135,6 +138,11 @@ def _notes(model: nn.Module) -> Iterator[str]:
 def _is_coded(p: nn.Parameter) -> bool:
     """Whether a parameter keeps its dtype whatever that of the others is, as a quantized one."""
     return not p.requires_grad and p.dtype not in DTYPES
+
+
+def _is_coded_later(p: nn.Parameter) -> bool:
+    """Whether a parameter is one of bitsandbytes', which has no codes before it is moved."""
+    return type(p).__module__.startswith("bitsandbytes.") and p.dtype in DTYPES
 
 
 @contextmanager

@@ -168,6 +168,19 @@ def test_a_quantized_model_has_frozen_weights_of_codes(module, dtype):
     assert widths == ({None, 16, 24, 32} if dtype else {None}), "which are of trained weights"
 
 
+def test_weights_that_bitsandbytes_will_code_are_said_to_be_counted_in_full(module):
+    text = """
+    class Params4bit(nn.Parameter):
+        __module__ = "bitsandbytes.nn.modules"
+    def build():
+        model = nn.Linear(64, 64)
+        model.base = Params4bit(torch.zeros(64, 64), requires_grad=False)
+        return model
+    """
+    (note,) = estimated(f"{module(textwrap.dedent(text))}:build")["notes"]
+    assert note == "1 weight counted in full: bitsandbytes codes them on a device only"
+
+
 def test_trained_weights_of_fp8_need_a_dtype(module):
     text = "def build(): return nn.Linear(4, 4, dtype=torch.float8_e4m3fn)"
     name = f"{module(text)}:build"
