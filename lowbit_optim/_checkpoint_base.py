@@ -184,7 +184,7 @@ class CheckpointBase(StateBase):
         """All parameters; `_numbers.version` is another one if some have new numbers."""
         self._settings.keep_first(len(self.param_groups))
         listed = all_parameters(self.param_groups)
-        if self._numbers.renew(listed):
+        if self._numbers.renew(listed, self.param_groups):
             self._overrides.keep(listed)
         return listed
 

@@ -56,10 +56,11 @@ class ParameterNumbers:
         self.version, self._listed = 0, list[Tensor]()
         self.places: dict[Tensor, Place] = {}
 
-    def renew(self, listed: list[Tensor]) -> bool:
-        """Take all parameters in order; whether any has a new number."""
+    def renew(self, listed: list[Tensor], groups: Groups) -> bool:
+        """Take all parameters in order, as groups list them; whether any has a new number."""
         if same_objects(listed, self._listed):
             return False
+        _require_apart(groups)
         self._listed, self.version, self.places = listed, self.version + 1, {}
         return True
 
@@ -72,6 +73,18 @@ class ParameterNumbers:
             for number, (index, position, one) in enumerate(listed):
                 self.places.setdefault(one, Place(number, index, position))
         return self.places.get(p)
+
+
+def _require_apart(groups: Groups) -> None:
+    """Refuse a parameter of two groups: both would make a state, of which one is kept."""
+    of: dict[Tensor, int] = {}
+    for index, group in enumerate(groups):
+        for p in group["params"]:
+            if of.setdefault(p, index) != index:
+                raise ValueError(
+                    f"a parameter of shape {tuple(p.shape)} is in parameter groups {of[p]} and "
+                    f"{index}; it can be in one only"
+                )
 
 
 def _is_at(p: Tensor, place: Place | None, groups: Groups) -> bool:

@@ -48,3 +48,17 @@ def test_groups_that_a_wrapper_makes_of_the_defaults(case, steps):
         results.append(snapshot(train(optimizer, 2)))
         optimizer.load_state_dict(optimizer.state_dict())
     assert identical(*results)
+
+
+@CLASSES
+@pytest.mark.parametrize("steps", [0, 1])
+def test_a_parameter_of_two_groups(case, steps):
+    """As one that was put into the list by hand; add_param_group refuses it."""
+    groups = [{"params": parameters()}, {"params": parameters()}]
+    optimizer = train(build(case, 8, groups), steps)
+    optimizer.param_groups[1]["params"].append(optimizer.param_groups[0]["params"][0])
+    where = "a parameter of shape (12, 70) is in parameter groups 0 and 1; it can be in one only"
+    for _ in range(2):
+        assert refused_by_a_step(optimizer, where)
+    optimizer.param_groups[1]["params"].pop()
+    train(optimizer, 1)
