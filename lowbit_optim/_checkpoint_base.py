@@ -18,6 +18,7 @@ from ._foreign.load import as_ours
 from ._gradients import is_left_alone
 from ._manager import Overrides
 from ._parameter_numbers import ParameterNumbers, Place, all_parameters
+from ._saved_state import has_begun
 from ._settings import PREVIOUS_NORM, Settings, as_number, resolved
 from ._state_base import StateBase
 
@@ -141,11 +142,11 @@ class CheckpointBase(StateBase):
         """The parameters' states of what `saved_states` has found; nothing has been changed."""
         state: dict[Any, Any] = {}
         errors: list[ValueError] = []
-        for place, p, group, saved_group, saved in found:
+        for place, p, group, saved_group, saved, ours in found:
             settings = resolved(group)
             ((_, part),) = self._overridden({**settings, "params": [p]})
-            if is_left_alone(p):
-                state[p] = _settings.plain_copy(saved)
+            if is_left_alone(p) or (ours and not has_begun(saved, self._moments(part))):
+                state[p] = _settings.plain_copy(saved, p.device)
                 continue
             where = f"state_dict does not fit {type(self).__name__}: {place}"
             kept = saved

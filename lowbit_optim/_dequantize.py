@@ -36,5 +36,5 @@ def dequantize_state(optimizer: LowBitOptimizer) -> None:
         for _, part in optimizer._parts(index):
             exact = {**part, **EXACT}
             for p in part["params"]:
-                if optimizer.state.get(p):
+                if "step" in optimizer.state.get(p, {}):
                     optimizer._kept_state(p, exact, optimizer._share(p, exact))

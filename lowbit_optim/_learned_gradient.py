@@ -152,7 +152,8 @@ class LearnedGradient(EagerOptimizer):
         limit = group["max_size"] or n
         for dim, size in enumerate(p.shape):
             pair = f"lr_{dim}", f"grad_cov_{dim}"
-            wanted = any(key in state for key in pair) if state else 1 < size < n and size <= limit
+            begins = 1 < size < n and size <= limit
+            wanted = any(key in state for key in pair) if "step" in state else begins
             if wanted:
                 extras.update(dict.fromkeys(pair, Extra((size, size))))
         return extras
@@ -167,8 +168,8 @@ class LearnedGradient(EagerOptimizer):
         return super()._initial_tensor(key, stored, p, group)
 
     def _restart_from_weight(self, p: Tensor, group: Mapping[str, Any]) -> None:
-        state = self.state.get(p)
-        if state and "param_rms" in state and int(state["step"]) == 0:
+        state = self.state.get(p, {})
+        if "param_rms" in state and int(state["step"]) == 0:
             size = state["param_rms"]
             size.copy_(_first_rms(weight_of(self, p, group), size.dtype, group))
 

@@ -52,6 +52,11 @@ def as_step(value: Any) -> int:
     return int(step)
 
 
+def has_begun(saved: Mapping[str, Any], moments: tuple[Moment, ...]) -> bool:
+    """Whether saved state has more than what a user keeps of a parameter before its first step."""
+    return "step" in saved or bool(_saved_moments.present_moments(saved, moments))
+
+
 def check_values(
     saved: Mapping[str, Any], p: Tensor, moments: Iterable[Moment], lasting: Iterable[Lasting],
     harmless: HarmlessMask,

@@ -181,8 +181,8 @@ class ScheduleFreeAdamW(LowBitOptimizer):
         return new.copy_(p) if key == "z" else new
 
     def _restart_from_weight(self, p: Tensor, group: Mapping[str, Any]) -> None:
-        state = self.state.get(p)
-        if state and int(state["step"]) == 0:
+        state = self.state.get(p, {})
+        if "z" in state and int(state["step"]) == 0:
             z = state["z"]
             _sharding.local(z).copy_(_sharding.shard_of(weight_of(self, p, group), z))
 

@@ -192,6 +192,7 @@ class SavedState(NamedTuple):
         group: its group, as it will be.
         saved_group: its group in the state dict.
         state: what was saved.
+        ours: whether this package saved it, which gives every state a `step`.
     """
 
     where: str
@@ -199,6 +200,7 @@ class SavedState(NamedTuple):
     group: Mapping[str, Any]
     saved_group: Mapping[str, Any]
     state: dict[str, Any]
+    ours: bool
 
 
 def saved_states(
@@ -217,7 +219,7 @@ def saved_states(
                 raise ValueError(f"the state of {where} must be a dict, got {_named(saved)}")
             if saved:
                 there = {key: x for key, x in saved.items() if x is not None}
-                yield SavedState(where, p, group, old, there)
+                yield SavedState(where, p, group, old, there, KEY in state_dict)
     for key, value in states.items():
         # By a word of its own an optimizer around this one keeps what is of no parameter.
         if isinstance(value, Mapping) and not (isinstance(key, str) and key.isidentifier()):

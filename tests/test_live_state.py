@@ -1,4 +1,4 @@
-"""Loading what scripts save in place of a state dict: live groups and state, or parts of one."""
+"""State that scripts use themselves: what they keep in it, and save in place of a state dict."""
 
 import copy
 import io
@@ -8,7 +8,17 @@ import pytest
 import torch
 
 import lowbit_optim
-from protocol import BITS, CLASSES, all_parameters, build, identical, parameters, snapshot, train
+from protocol import (
+    BITS,
+    CLASSES,
+    all_parameters,
+    build,
+    give_gradients,
+    identical,
+    parameters,
+    snapshot,
+    train,
+)
 
 
 def live(optimizer):
@@ -84,3 +94,49 @@ def test_a_residual_that_torch_has_cast_is_refused(bits):
     with pytest.raises(ValueError, match=refused):
         dict(lowbit_optim.master_weights(optimizer))
     assert torch.equal(p, before)
+
+
+def with_averages(optimizer):
+    """What a user keeps beside each parameter, such as an average, before its first step."""
+    for p in all_parameters(optimizer):
+        optimizer.state[p]["ema"] = p.detach().clone()
+    return optimizer
+
+
+@CLASSES
+@BITS
+def test_what_is_kept_before_the_first_step_changes_none(case, bits):
+    plain, kept = (build(case, bits, parameters()) for _ in range(2))
+    with_averages(kept)
+    lowbit_optim.dequantize_state(kept)
+    assert all(list(one) == ["ema"] for one in kept.state.values())
+    for optimizer in (plain, kept):
+        weights = [p.detach() + 1 for p in all_parameters(optimizer)]
+        lowbit_optim.load_master_weights(optimizer, weights)
+        train(optimizer, 3)
+    without = {p: {k: x for k, x in its.items() if k != "ema"} for p, its in kept.state.items()}
+    kept.state.update(without)
+    assert identical(snapshot(kept), snapshot(plain))
+
+
+@CLASSES
+@BITS
+def test_what_is_kept_of_a_parameter_without_a_step_is_loaded(case, bits):
+    """As torch.optim's optimizers do; of another package's file the lack of a step is refused."""
+    first, second = parameters()
+    straight = with_averages(build(case, bits, [first, second]))
+    give_gradients([first], 0)
+    straight.step()
+    saved = straight.state_dict()
+    resumed = build(case, bits, parameters())
+    if straight.step_required:
+        foreign = {key: saved[key] for key in ("state", "param_groups")}
+        with pytest.raises(ValueError, match=r"it has no '.*', only \['ema'\]"):
+            resumed.load_state_dict(foreign)
+    resumed.load_state_dict(saved)
+    loaded = all_parameters(resumed)
+    assert list(resumed.state[loaded[1]]) == ["ema"]
+    assert torch.equal(resumed.state[loaded[1]]["ema"], second)
+    with torch.no_grad():
+        loaded[0].copy_(first)
+    assert identical(snapshot(train(straight, 2, 1)), snapshot(train(resumed, 2, 1)))
