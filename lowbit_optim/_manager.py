@@ -75,8 +75,9 @@ class GlobalOptimManager:
     A setting that is overridden no longer follows its group: a scheduler does not move an
     overridden `lr`. Of two overrides of one setting the later counts.
 
-    Parameters and modules are held weakly. An override lives as long as its parameter does, and is
-    not part of `state_dict()`: make it again before a checkpoint is loaded.
+    Parameters and modules are held weakly. An override lives as long as the parameter or the module
+    that it was made for, and is not part of `state_dict()`: make it again before a checkpoint is
+    loaded.
 
     Raises:
         RuntimeError: when constructed; there is one, from `get_instance`.
