@@ -8,6 +8,7 @@ tensors on an accelerator, which are not read back.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, MutableSequence, Sequence, Set
+from numbers import Integral, Real
 from operator import is_
 from typing import Any
 
@@ -35,10 +36,14 @@ _PLAIN_TYPES = (float, int, bool, str, type(None))
 def plain(value: Any) -> Any:
     """A tree of Python's own numbers and lists, as `torch.load(weights_only=True)` reads them.
 
-    Others are NumPy's numbers, named tuples and what configurations have: the lists of OmegaConf
-    and Hydra, the numbers, strings and lists of classes of their own by which YAML is written back
-    as it was.
+    Others are NumPy's numbers, fractions, named tuples and what configurations have: the lists of
+    OmegaConf and Hydra, the numbers, strings and lists of classes of their own by which YAML is
+    written back as it was.
     """
+    if type(value) in _PLAIN_TYPES:
+        return value
+    if isinstance(value, Real):
+        return int(value) if isinstance(value, Integral) else float(value)
     if isinstance(value, np.generic) or (isinstance(value, np.ndarray) and value.ndim == 0):
         return value.item()
     if isinstance(value, dict):
@@ -47,11 +52,9 @@ def plain(value: Any) -> Any:
         own = list if isinstance(value, list) else tuple
         items = own(map(plain, value))
         return value if type(value) is own and all(map(is_, items, value)) else items
-    if isinstance(value, str) and type(value) is not str:
+    if isinstance(value, str):
         return str.__str__(value)
-    if isinstance(value, (float, int)) and type(value) not in _PLAIN_TYPES:
-        return float(value) if isinstance(value, float) else int(value)
-    if isinstance(value, Sequence) and not isinstance(value, (str, bytes)):
+    if isinstance(value, Sequence) and not isinstance(value, bytes):
         return list(map(plain, value))
     return value
 

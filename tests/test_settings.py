@@ -6,6 +6,7 @@ What is refused is refused in `step`, before anything has changed, as in `load_s
 import copy
 import pickle
 import warnings
+from fractions import Fraction
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -67,7 +68,7 @@ def test_what_a_scheduler_sets_can_be_saved_and_loaded(case, schedule):
 
 
 @CLASSES
-@pytest.mark.parametrize("kind", [np.float32, np.float64, torch.tensor, np.array])
+@pytest.mark.parametrize("kind", [np.float32, np.float64, np.array, torch.tensor, Fraction])
 def test_numpy_and_tensors_are_as_numbers(case, kind):
     """In the constructor, in a group, and set between two steps; here numbers that fp32 holds."""
     numbers = {"lr": 0.03125, "weight_decay": 0.0625, "eps": 2.0**-20, "betas": (0.5, 0.75)}
@@ -240,15 +241,15 @@ def test_a_wrapper_may_put_settings_of_its_own_among_the_defaults():
 
 
 @pytest.mark.parametrize("name", ["Eve", "RMSprop", "LARS", "AdEMAMix"])
-def test_numpy_rates_on_the_torch_engine(name):
-    """Whose scalar arithmetic NumPy's numbers would take over."""
+def test_rates_of_other_types_on_the_torch_engine(name):
+    """Whose scalar arithmetic NumPy's numbers would take over, and fractions refuse."""
     results = []
-    for lr in (0.1, np.float64(0.1)):
+    for lr in (0.1, np.float64(0.1), Fraction(0.1)):
         with lowbit_optim.use_engine("torch"):
             optimizer = getattr(lowbit_optim, f"{name}8bit")(parameters(), lr=0.1)
             optimizer.param_groups[0]["lr"] = lr
             results.append(snapshot(train(optimizer, 2))["params"])
-    assert identical(*results)
+    assert all(identical(result, results[0]) for result in results)
 
 
 @pytest.mark.parametrize("bits", [torch.tensor(8), np.array(8), np.int64(8)], ids=repr)
