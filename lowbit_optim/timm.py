@@ -19,6 +19,8 @@ AS_IN_TIMM: dict[str, dict[str, Any]] = {
     "lars": {"lr": 1.0, **LARS_PRESETS["timm"]},
     "lamb": {"trust_coefficient": 1.0, "eps": 1e-6},
     "rmsprop": {"alpha": 0.9},
+    "adagrad": {"eps": 1e-8},
+    "adopt": {"clip_exp": 0.333},
 }
 
 
@@ -29,10 +31,11 @@ def register() -> list[str]:
     (timm reads what stands before an underscore as a wrapper, as in "lookahead_lowbitadamw8bit".)
     Arguments are the class's own, but for what the families mean in timm: `sgd` has Nesterov's
     momentum, `lars` is `LARS_PRESETS["timm"]` with an `lr` of 1.0, `rmsprop` has an `alpha` of 0.9,
-    and `lamb` the paper's trust ratio (timm's also clips the norm of all gradients together, and
-    adapts only what has weight decay). timm gives a momentum of 0.9 to all that have one. Left out
-    are `Cain` and `LearnedGradient`, which have no weight decay, and timm always passes one, and
-    `ScheduleFreeAdamW`, whose `eval()` timm's scripts do not call.
+    `adagrad` an `eps` of 1e-8, `adopt` a `clip_exp` of 0.333, and `lamb` the paper's trust ratio
+    (timm's also clips the norm of all gradients together, and adapts only what has weight decay).
+    timm gives a momentum of 0.9 to all that have one. Left out are `Cain` and `LearnedGradient`,
+    which have no weight decay, and timm always passes one, and `ScheduleFreeAdamW`, whose `eval()`
+    timm's scripts do not call.
 
     Calling it again changes nothing.
 

@@ -21,6 +21,9 @@ NAMES = [
     for bits in ("", "8bit", "32bit")
 ]  # fmt: skip
 NAMES += [f"lowbit{family}4bit" for family in ("adam", "adamw", "eve", "lamb", "lans")]
+FAMILIES = pytest.mark.parametrize(
+    "family", ["adagrad", "adam", "adamw", "adopt", "lars", "lion", "rmsprop", "sgd"]
+)
 
 
 @contextlib.contextmanager
@@ -100,7 +103,7 @@ def test_an_optimizer_is_created_by_name(optim, name, layer_decay):
     assert len(optimizer.defaults.get("betas", (0, 0))) == info.num_betas
 
 
-@pytest.mark.parametrize("family", ["sgd", "lars", "rmsprop", "adamw", "adam", "lion"])
+@FAMILIES
 def test_a_family_means_what_it_means_in_timm(optim, family):
     ours, theirs = Model(), Model()
     options = {"lr": 0.1 if family == "lars" else 1e-3, "weight_decay": 0.05}
@@ -110,7 +113,7 @@ def test_a_family_means_what_it_means_in_timm(optim, family):
         assert cases.distance(p - start, q - start) < 1e-4
 
 
-@pytest.mark.parametrize("family", ["sgd", "lars", "rmsprop", "adamw", "adam", "lion"])
+@FAMILIES
 def test_without_a_learning_rate_it_is_timms(optim, family):
     made = (optim.create_optimizer_v2(Model(), opt=name) for name in (f"lowbit{family}", family))
     ours, theirs = (one.defaults["lr"] for one in made)
