@@ -7,6 +7,7 @@ from fnmatch import fnmatchcase
 from typing import Any
 
 from torch import nn
+from torch.nn.parameter import is_lazy
 
 from . import _checks
 
@@ -47,8 +48,8 @@ def parameter_groups(
         `optim_bits`.
 
     Raises:
-        ValueError, TypeError: naming the argument that is not allowed, or the name in `no_decay`
-            that no parameter has.
+        ValueError, TypeError: naming the argument that is not allowed, the name in `no_decay` that
+            no parameter has, or a lazy module's parameter that has no shape yet.
 
     Example:
         >>> groups = parameter_groups(model, weight_decay=0.1)
@@ -64,6 +65,11 @@ def parameter_groups(
     _checks.flag("decay_embeddings", decay_embeddings)
     _checks.flag("named", named)
     trained = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+    for name, p in trained:
+        if is_lazy(p):  # and looks like a vector
+            raise ValueError(
+                f"model has {name!r}, whose shape a first forward pass decides; run one before"
+            )
     excluded = _matching([name for name, _ in trained], no_decay)
     embeddings, norms = parameters_in(model, EMBEDDINGS), parameters_in(model, NORM_MODULES)
     groups: dict[tuple[bool, bool], list[Any]] = {}

@@ -132,6 +132,15 @@ def test_bad_arguments(options, match):
         parameter_groups(Model(), **options)
 
 
+def test_a_parameter_without_a_shape_is_refused():
+    model = nn.Sequential(nn.LazyLinear(3), nn.Linear(3, 3))
+    with pytest.raises(ValueError, match=r"'0\.weight', whose shape a first forward pass decides"):
+        parameter_groups(model)
+    model(torch.ones(2, 5))
+    decayed, rest = parameter_groups(model)
+    assert [p.ndim for p in decayed["params"] + rest["params"]] == [2, 2, 1, 1]
+
+
 def test_a_list_of_parameters_is_no_model():
     with pytest.raises(TypeError, match=r"model must be a torch\.nn\.Module; got list"):
         parameter_groups(list(Model().parameters()))
