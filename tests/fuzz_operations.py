@@ -55,6 +55,8 @@ def random_like(rng, p):
 def give(p, g):
     """A gradient of any dtype and layout; torch checks the dtype unless it is told not to."""
     p.grad = None
+    if not hasattr(p, "grad_dtype"):  # before torch 2.10
+        g = g.to(p.dtype)
     if g.dtype != p.dtype:
         p.grad_dtype = None
     p.grad = g

@@ -22,6 +22,10 @@ CLASSES = pytest.mark.parametrize("case", ONE_PER_CLASS, ids=lambda case: case.n
 BITS = pytest.mark.parametrize("bits", [8, 32])
 # All on the one that compiles nothing; on the one that would be chosen those that `make test` has.
 BY_ENGINE = pytest.mark.parametrize("engine", ["torch", "auto"])
+NEEDS_TRITON = "the Triton engine needs the triton package, 3.4 or newer"
+ANY_GRADIENT = pytest.mark.skipif(
+    not hasattr(torch.Tensor, "grad_dtype"), reason="needs torch.Tensor.grad_dtype, of torch 2.10"
+)
 FORK = pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
 SHAPES = ((12, 70), (300,))
 

@@ -9,8 +9,9 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 import cases
 import lowbit_optim
 from lowbit_optim import _settings
+from protocol import NEEDS_TRITON
 
-pytest.importorskip("triton", reason="the Triton engine needs the triton package")
+pytest.importorskip("triton", minversion="3.4", reason=NEEDS_TRITON)
 
 from lowbit_optim_kernels.engines.triton import tables as engine_tables
 from lowbit_optim_kernels.engines.triton.compiled import Compiled

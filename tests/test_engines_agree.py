@@ -7,6 +7,7 @@ import torch
 import cases
 import lowbit_optim
 import reference_codec
+from protocol import NEEDS_TRITON
 
 COMPILED = ("numba", "triton")
 LARGE = 100_000  # elements; Triton's interpreter takes seconds for more
@@ -22,7 +23,7 @@ BY_ID = pytest.mark.parametrize("case", cases.FUSED_CASES, ids=lambda case: case
 def compiled(request):
     """An engine that is held against the torch engine, and where its tensors live."""
     if request.param == "triton":
-        pytest.importorskip("triton", reason="the Triton engine needs the triton package")
+        pytest.importorskip("triton", minversion="3.4", reason=NEEDS_TRITON)
     on_gpu = request.param == "triton" and torch.cuda.is_available()
     return request.param, "cuda" if on_gpu else "cpu"
 

@@ -10,6 +10,7 @@ import lowbit_optim
 from lowbit_optim_kernels.engines.registry import ENGINES
 from protocol import (
     CLASSES,
+    NEEDS_TRITON,
     ONE_PER_CLASS,
     SHAPES,
     all_parameters,
@@ -90,7 +91,7 @@ def test_memory_that_was_freed(case, steps, what):
 
 def compiled(name):
     if name == "triton":
-        pytest.importorskip("triton")
+        pytest.importorskip("triton", minversion="3.4", reason=NEEDS_TRITON)
     return ENGINES[name].code
 
 

@@ -8,6 +8,7 @@ import torch
 
 import lowbit_optim
 from protocol import (
+    ANY_GRADIENT,
     BITS,
     BY_ENGINE,
     CLASSES,
@@ -40,6 +41,7 @@ ADAMW = next(case for case in ONE_PER_CLASS if case.name == "AdamW")
 MIXED = [*((*which, "torch") for which in EVERY), (ADAMW, 8, "numba")]
 
 
+@ANY_GRADIENT
 @pytest.mark.parametrize(("case", "bits", "name"), MIXED, ids=lambda x: getattr(x, "name", x))
 @pytest.mark.few("case", "bits")
 def test_one_group_holds_every_mix_of_dtypes(case, bits, name):

@@ -10,6 +10,7 @@ import torch
 import lowbit_optim
 from lowbit_optim_kernels import dispatch, reading
 from protocol import (
+    ANY_GRADIENT,
     BY_ENGINE,
     all_parameters,
     give_gradients,
@@ -246,7 +247,7 @@ GRADIENTS = {
 }
 
 
-@pytest.mark.skipif(not hasattr(torch.Tensor, "grad_dtype"), reason="needs torch.Tensor.grad_dtype")
+@ANY_GRADIENT
 @pytest.mark.parametrize("kind", GRADIENTS)
 @pytest.mark.usefixtures("looking")
 def test_another_kind_of_gradient_is_seen(kind, reused):
@@ -278,7 +279,7 @@ def test_a_sparse_gradient_is_refused_after_dense_ones():
         optimizer.step()
 
 
-@pytest.mark.skipif(not hasattr(torch.Tensor, "grad_dtype"), reason="needs torch.Tensor.grad_dtype")
+@ANY_GRADIENT
 def test_a_complex_gradient_is_refused_after_real_ones():
     """Its imaginary part would be dropped."""
     optimizer = build()

@@ -13,8 +13,9 @@ import torch
 import cases
 import lowbit_optim
 import reference_codec
+from protocol import NEEDS_TRITON
 
-pytest.importorskip("triton", reason="the Triton engine needs the triton package")
+pytest.importorskip("triton", minversion="3.4", reason=NEEDS_TRITON)
 
 from lowbit_optim_kernels import formats
 from lowbit_optim_kernels.engines.registry import HALF_TO_SINGLE

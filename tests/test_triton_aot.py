@@ -11,7 +11,9 @@ from pathlib import Path
 
 import pytest
 
-triton = pytest.importorskip("triton", reason="the Triton engine needs the triton package")
+from protocol import NEEDS_TRITON
+
+triton = pytest.importorskip("triton", minversion="3.4", reason=NEEDS_TRITON)
 pytest.importorskip("typer", reason="benchmarks.static.instructions is a command line program")
 pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="Triton is for Linux")
 

@@ -9,8 +9,9 @@ import pytest
 import torch
 
 import lowbit_optim
+from protocol import NEEDS_TRITON
 
-pytest.importorskip("triton", reason="the Triton engine needs the triton package")
+pytest.importorskip("triton", minversion="3.4", reason=NEEDS_TRITON)
 
 import triton
 import triton.language as tl
