@@ -8,6 +8,7 @@ import torch
 import lowbit_optim
 from protocol import (
     CLASSES,
+    NEEDS_TRITON,
     ONE_PER_CLASS,
     all_parameters,
     build,
@@ -61,6 +62,8 @@ def scaled_run(optimizer, scale, bad_steps=(), clip=False):
 @pytest.mark.few("case", "bits", "name")
 def test_grad_scaler_divides_gradients(case, bits, name, unscaled_in_step):
     """By a power of two, so that no bit is lost."""
+    if name == "triton":
+        pytest.importorskip("triton", minversion="3.4", reason=NEEDS_TRITON)
     with lowbit_optim.use_engine(name):
         scaled, plain = build(case, bits, parameters()), build(case, bits, parameters())
         scaled_run(scaled, 1024.0)
@@ -73,6 +76,8 @@ def test_grad_scaler_divides_gradients(case, bits, name, unscaled_in_step):
 def test_grad_scaler_skips_an_overflow(case, bits, name, unscaled_in_step):
     """Nothing moves, counts or is recorded; the scale halves and training goes on."""
     options = {"percentile_clipping": 50}
+    if name == "triton":
+        pytest.importorskip("triton", minversion="3.4", reason=NEEDS_TRITON)
     with lowbit_optim.use_engine(name):
         scaled = build(case, bits, parameters(), **options)
         scales = scaled_run(scaled, 1024.0, bad_steps=(1,))
