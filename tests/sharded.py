@@ -90,9 +90,12 @@ def _enter(rank, world, function, address, *args):
         # barrier's own, too.
         store.set(f"left by {rank}", "")
         store.wait([f"left by {other}" for other in range(world)], limit)
-    finally:
+    except BaseException:
         dist.destroy_process_group()
-    os._exit(0)  # gloo's threads end a process at times that unloads them in order
+        raise
+    # Threads of gloo end a process at times that unloads them in order. In torch 2.7 they may want
+    # the interpreter, too, while the end of their group holds it and waits for them.
+    os._exit(0)
 
 
 def dtype_of(name):
