@@ -206,6 +206,8 @@ class EagerOptimizer(LowBitOptimizer):
             return
         for p, g, part in todo:
             self._step_parameter(p, g, part, _sharding.unwrapped(self.state[p]))
+            if _sharding.is_dtensor(p):  # of which torch operators have written the shard
+                torch.autograd.graph.increment_version(p)
 
     def _check_single_steps(self) -> None:
         raise ValueError(

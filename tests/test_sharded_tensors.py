@@ -140,10 +140,32 @@ def tensor_parallel(rank, world, folder):
             torch.testing.assert_close(p.full_tensor(), q.detach(), rtol=1e-4, atol=1e-5)
 
 
+def graphs_kept_over_a_step(rank, world, folder):
+    """They hold the weights of before, as DTensors under tensor parallelism: torch refuses them."""
+    mesh = init_device_mesh("cpu", (world,))
+    for name in ("AdamW32bit", "LANS32bit", "Cain32bit"):
+        layers = torch.nn.Linear(70, 60), torch.nn.Linear(60, 50), torch.nn.Linear(50, 40)
+        styles = {str(i): ColwiseParallel(output_layouts=Replicate()) for i in range(3)}
+        model = parallelize_module(torch.nn.Sequential(*layers), mesh, styles)
+        optimizer = getattr(lowbit_optim, name)(model.parameters(), lr=1e-2)
+        for step in range(3):
+            loss = model(torch.ones(4, 70)).square().mean()
+            loss.backward(retain_graph=True)
+            if step == 2:  # a plan that is kept leaves it out
+                model[0].weight.grad = model[0].bias.grad = None
+            before = [(p._version, p._local_tensor._version) for p in model.parameters()]
+            optimizer.step()
+            for p, (own, held) in zip(model.parameters(), before, strict=True):
+                assert (p._version > own) == (p._local_tensor._version > held)
+                assert (p._version > own) == (p.grad is not None)
+            with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+                loss.backward()
+
+
 def all_cases(rank, world, folder):
     for case in (
-        gradients_dealt_otherwise, gradients_of_another_dtype, shards_that_wrap_tensors,
-        tensor_parallel,
+        gradients_dealt_otherwise, gradients_of_another_dtype, graphs_kept_over_a_step,
+        shards_that_wrap_tensors, tensor_parallel,
     ):  # fmt: skip
         case(rank, world, folder)
 
