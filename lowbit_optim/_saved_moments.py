@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -23,6 +24,7 @@ from lowbit_optim_kernels.rules import Moment
 
 from ._tensor_checks import (
     REAL,
+    extent,
     missing,
     require_dense,
     require_scales,
@@ -155,6 +157,9 @@ def _scales_of(key: str) -> str:
 
 
 def _check_numbers(moment: Moment, value: Tensor, p: Tensor, harmless: HarmlessMask) -> None:
+    least, largest = extent(value)
+    if (-math.inf < least and largest < math.inf) if moment.signed else least >= 0:
+        return
     # An infinite square freezes its weight, as in torch.optim; no other such number is harmless,
     # unless the weight is lost already, or outlasts it.
     if moment.signed:

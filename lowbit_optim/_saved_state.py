@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping
 from numbers import Real
 from typing import Any
@@ -21,12 +22,12 @@ from ._saved_moments import HarmlessMask
 from ._settings import plain_copy
 from ._state_layout import lasting_spec
 from ._tensor_checks import (
+    extent,
     missing,
     require_dense,
     require_shape,
     require_values,
     shape_or_value,
-    true_everywhere,
 )
 
 EXACT_IN_FP32 = 2**24  # every whole number up to here
@@ -107,8 +108,9 @@ def _require_lasting(x: Lasting, value: Any) -> None:
 
 def _check_lasting(x: Lasting, value: Any) -> None:
     _require_lasting(x, value)
-    good = (value >= 0) & value.isfinite()
-    if not (true_everywhere(good) or (x.history and true_everywhere(value == x.start))):
+    least, largest = extent(value)
+    unused = x.history and least == x.start == largest
+    if not (unused or (least >= 0 and largest < math.inf)):
         raise ValueError(f"{x.key!r} must hold finite numbers >= 0")
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -80,8 +81,22 @@ def true_everywhere(mask: Tensor) -> bool:
     return mask.is_meta or bool(mask.all())
 
 
+def extent(x: Tensor) -> tuple[float, float]:
+    """The least and the largest number of a tensor, both NaN if one is; inf and -inf of none.
+
+    None are on the meta device. No temporary is as large as the tensor, as masks are, nor takes
+    their time.
+    """
+    if x.is_meta or not x.numel():
+        return math.inf, -math.inf
+    x = x.detach()
+    least, largest = torch.stack((x.amin(), x.amax())).tolist()
+    return least, largest
+
+
 def require_scales(key: str, value: Any) -> None:
     """Refuse scales that are no dense numbers, negative or not finite."""
     require_dense(key, value)
-    if not true_everywhere((value >= 0) & value.isfinite()):
+    least, largest = extent(value)
+    if not (least >= 0 and largest < math.inf):
         raise ValueError(f"{key!r} has scales that are negative or not finite")

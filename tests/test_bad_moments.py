@@ -4,8 +4,10 @@ import math
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import lowbit_optim
+from lowbit_optim._tensor_checks import extent
 from protocol import (
     BY_ENGINE,
     all_parameters,
@@ -156,3 +158,45 @@ def test_numbers_beside_the_scales_of_codes_are_refused_with_the_cure():
     optimizer.state[p]["momentum_buffer"] = torch.zeros_like(p)
     with pytest.raises(ValueError, match="numbers are given without scales, and codes as torch"):
         train(optimizer, 1)
+
+
+class MadeInPasses(TorchDispatchMode):
+    """Collects the dtypes of what operators make of a size."""
+
+    def __init__(self, numel):
+        super().__init__()
+        self.numel, self.dtypes = numel, []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        made = func(*args, **(kwargs or {}))
+        if isinstance(made, torch.Tensor) and made.numel() == self.numel:
+            self.dtypes.append(made.dtype)
+        return made
+
+
+@pytest.mark.parametrize("name", ["AdamW32bit", "LAMB8bit", "Cain32bit", "LearnedGradient8bit"])
+def test_sound_numbers_are_loaded_without_masks_of_their_size(name):
+    """Which took as long as several steps, and more memory than the moments."""
+    p = torch.nn.Parameter(torch.ones(70, 90))
+    p.grad = torch.ones_like(p)
+    optimizer = getattr(lowbit_optim, name)([p], lr=0.01)
+    optimizer.step()
+    saved = optimizer.state_dict()
+    with MadeInPasses(p.numel()) as made:
+        optimizer.load_state_dict(saved)
+    assert made.dtypes
+    assert torch.bool not in made.dtypes
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("count", [1, 3, 17, 1000])
+def test_the_extent_of_numbers_is_nan_if_one_is(dtype, count):
+    numbers = torch.arange(count).to(dtype)
+    assert extent(numbers) == (0, numbers[-1])
+    for place in range(0, count, 7):
+        for bad, both in ((math.nan, (True, True)), (math.inf, (False, False))):
+            damaged = numbers.index_fill(0, torch.tensor(place), bad)
+            assert tuple(map(math.isnan, extent(damaged))) == both
+            assert both[1] or extent(damaged)[1] == math.inf
+            assert both[0] or extent(-damaged)[0] == -math.inf
+    assert extent(numbers[:0]) == extent(numbers.to("meta")) == (math.inf, -math.inf)
