@@ -9,7 +9,6 @@ one tensor at a time, steps it with the whole state and keeps its own rows.
 
 from __future__ import annotations
 
-import math
 import operator
 from abc import abstractmethod
 from collections.abc import Mapping
@@ -314,10 +313,9 @@ class EagerOptimizer(LowBitOptimizer):
 def _check_extra(key: str, value: Any, must_be: str) -> None:
     """Refuse numbers that no step leaves in a state beside the moments."""
     _tensor_checks.require_dense(key, value)
-    least, largest = _tensor_checks.extent(value)
-    if not (-math.inf < least and largest < math.inf):
+    if not _tensor_checks.all_finite(value):
         raise ValueError(f"{key!r} has elements that are not finite")
-    if must_be and not _IS[must_be](least, 0):
+    if must_be and not _IS[must_be](_tensor_checks.extent(value)[0], 0):
         raise ValueError(f"{key!r} has elements that are not {must_be}")
 
 

@@ -20,6 +20,8 @@ from ._optimizer import LowBitOptimizer, require_own
 from ._saved_state import require_integers
 from ._tensor_checks import require_dense, require_shape, require_values
 
+PIECE = 1 << 18  # elements
+
 Name = str | int
 
 
@@ -130,12 +132,23 @@ def set_weight(
         local.copy_(value)
         return
     share = optimizer._share(p, group)
-    state = optimizer._kept_state(p, group, share)
-    high, low = split(value, kept_as.extra, None)
-    if share is not None and share.whole:
-        _, low = split(_sharding.gathered(weight), kept_as.extra, None)
-    as_integers(_sharding.local(state[RESIDUAL_KEY])).copy_(low)
-    local.copy_(high)
+    residual = as_integers(_sharding.local(optimizer._kept_state(p, group, share)[RESIDUAL_KEY]))
+    whole = _sharding.gathered(weight) if share is not None and share.whole else value
+    for rows, low in _in_pieces(whole, residual):
+        low.copy_(split(rows, kept_as.extra, None)[1])
+    for rows, high in _in_pieces(value, local):
+        high.copy_(split(rows, kept_as.extra, None)[0])
+
+
+def _in_pieces(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
+    """The same rows of tensors of one shape, some at a time.
+
+    Splitting a weight takes temporaries of many times its size.
+    """
+    tensors = tuple(x if x.ndim else x[None] for x in tensors)
+    shape = tensors[0].shape
+    rows = max(1, PIECE // max(1, shape[1:].numel()))
+    return zip(*(x.split(rows) for x in tensors), strict=True)
 
 
 def _named(optimizer: LowBitOptimizer) -> Iterator[tuple[Name, Tensor, Mapping[str, Any]]]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -24,6 +23,7 @@ from lowbit_optim_kernels.rules import Moment
 
 from ._tensor_checks import (
     REAL,
+    all_finite,
     extent,
     missing,
     require_dense,
@@ -157,8 +157,7 @@ def _scales_of(key: str) -> str:
 
 
 def _check_numbers(moment: Moment, value: Tensor, p: Tensor, harmless: HarmlessMask) -> None:
-    least, largest = extent(value)
-    if (-math.inf < least and largest < math.inf) if moment.signed else least >= 0:
+    if all_finite(value) if moment.signed else extent(value)[0] >= 0:
         return
     # An infinite square freezes its weight, as in torch.optim; no other such number is harmless,
     # unless the weight is lost already, or outlasts it.
@@ -183,6 +182,11 @@ def _tensor(saved: Mapping[str, Any], p: Tensor, part: Part) -> Tensor:
 def _decoded(stored: list[Tensor], p: Tensor, unit: Unit) -> list[Tensor]:
     """The numbers of the moments of a parameter's unit."""
     return dispatch.decode(unit, stored, p.shape, compute_dtype(p))
+
+
+def codable(values: list[Tensor]) -> list[Tensor]:
+    """Moments as a step codes them: zero where one of them is not finite, else themselves."""
+    return values if all(map(all_finite, values)) else finite_in_all(values)
 
 
 def moments_in_format(
@@ -210,7 +214,7 @@ def moments_in_format(
                     numbers.update(zip(unit.moments, values, strict=True))
             values = [numbers[moment] for moment in other]
             if not wanted.format.exact:  # as in a step
-                values = finite_in_all(values)
+                values = codable(values)
             (unit,) = units(other, wanted.format)
             coded = dispatch.encode(unit, values, p.shape)
         for part in wanted.parts:

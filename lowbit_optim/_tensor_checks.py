@@ -94,6 +94,12 @@ def extent(x: Tensor) -> tuple[float, float]:
     return least, largest
 
 
+def all_finite(x: Tensor) -> bool:
+    """Whether no number of a tensor is NaN or infinite."""
+    least, largest = extent(x)
+    return -math.inf < least and largest < math.inf
+
+
 def require_scales(key: str, value: Any) -> None:
     """Refuse scales that are no dense numbers, negative or not finite."""
     require_dense(key, value)

@@ -7,6 +7,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import lowbit_optim
+from lowbit_optim import _master_weights
 from lowbit_optim._tensor_checks import extent
 from protocol import (
     BY_ENGINE,
@@ -186,6 +187,29 @@ def test_sound_numbers_are_loaded_without_masks_of_their_size(name):
         optimizer.load_state_dict(saved)
     assert made.dtypes
     assert torch.bool not in made.dtypes
+
+
+@pytest.mark.parametrize("bits", [24, 32])
+@pytest.mark.parametrize("shape", [(70, 90), (90, 70, 1), (6300,), (1, 1), ()])
+def test_weights_are_split_in_pieces(monkeypatch, bits, shape):
+    """Of which a temporary takes 64 bits an element."""
+    made: list[MadeInPasses] = []
+
+    def loaded(piece):
+        monkeypatch.setattr(_master_weights, "PIECE", piece)
+        p = torch.nn.Parameter(torch.zeros(shape, dtype=torch.bfloat16))
+        optimizer = lowbit_optim.AdamW8bit([p], lr=0.01, master_weight_bits=bits)
+        weight = torch.randn(shape, generator=torch.Generator().manual_seed(1))
+        with MadeInPasses(p.numel()) as seen:
+            lowbit_optim.load_master_weights(optimizer, [weight])
+        made.append(seen)
+        return p.detach(), dict(lowbit_optim.master_weights(optimizer))[0], weight
+
+    in_pieces, at_once = loaded(300), loaded(1 << 18)
+    assert identical(in_pieces, at_once)
+    torch.testing.assert_close(in_pieces[1], in_pieces[2], rtol=2.0 ** (8 - bits), atol=0)
+    assert at_once[0].numel() == 1 or torch.int64 not in made[0].dtypes
+    assert torch.int64 in made[1].dtypes
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16, torch.bfloat16])

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from lowbit_optim_kernels import dispatch
-from lowbit_optim_kernels.formats import Format, finite_in_all, units
+from lowbit_optim_kernels.formats import Format, units
 from lowbit_optim_kernels.formats.dynamic8 import DYNAMIC8, block_absmax, create_dynamic_map, encode
 from lowbit_optim_kernels.rules import SIGNED, SQUARE, Moment
 
@@ -110,7 +110,7 @@ class Source:
     def finite(self) -> dict[str, Tensor]:
         """Numbers as a step codes them: zero where one of them is not finite."""
         numbers = self.numbers()
-        return dict(zip(numbers, finite_in_all(list(numbers.values())), strict=True))
+        return dict(zip(numbers, _saved_moments.codable(list(numbers.values())), strict=True))
 
 
 @torch.no_grad()
