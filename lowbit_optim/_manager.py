@@ -87,9 +87,10 @@ class GlobalOptimManager:
         >>> manager.register_module_override(model.embedding, "weight", {"optim_bits": 32})
         >>> optimizer = AdamW8bit(model.parameters(), lr=1e-3)
 
-    Where it differs: bitsandbytes ignores unknown keys, applies `override_config` only if
-    `register_parameters` is called after it, and then to whatever parameter has the same position
-    in any optimizer; it identifies parameters by `id`, which Python gives again to later objects.
+    Where it differs: bitsandbytes ignores unknown keys and identifies parameters by `id`, which
+    Python gives again to later objects. An `override_config` that `register_parameters` follows
+    counts there for whatever parameter has the same position in any optimizer, too; up to 0.49 one
+    that it does not follow has no effect.
     """
 
     _instance: GlobalOptimManager | None = None
