@@ -14,7 +14,6 @@ UNSIGNED = {1: np.bool_, 8: np.uint8, 16: np.uint16, 32: np.uint32, 64: np.uint6
 SIGNED = {8: np.int8, 16: np.int16, 32: np.int32, 64: np.int64}
 TO_WHOLE = {"rmi": np.floor, "rni": np.rint, "rzi": np.trunc, "rpi": np.ceil}
 _FLOATS = {"f16": np.float16, "f32": np.float32, "f64": np.float64}
-TINY = np.float32(2.0**-126)  # the smallest normal number
 NAN_BF16 = np.uint16(0x7FFF)
 
 
@@ -30,8 +29,8 @@ def is_float(kind: str) -> bool:
 
 
 def flush(x: Array) -> Array:
-    """Subnormal fp32 numbers as zeros of the same sign."""
-    return np.where(np.abs(x) < TINY, np.copysign(np.float32(0), x), x).astype(np.float32)
+    """Subnormal numbers as zeros of the same sign."""
+    return np.where(np.abs(x) < np.finfo(x.dtype).tiny, np.copysign(x.dtype.type(0), x), x)
 
 
 def wide(x: Array, kind: str) -> Array:
@@ -156,12 +155,15 @@ def shifted(x: Array, by: Array, left: bool) -> Array:
 
 
 def field(x: Array, start: Array, length: Array) -> Array:
-    """`length` bits of a number from bit `start` on, with copies of the last as its sign if any."""
+    """`length` bits of a number from bit `start` on, with copies of the last as its sign if any.
+
+    Beyond the number's own last bit lie copies of that if it has a sign.
+    """
     bits = x.dtype.itemsize * 8
     start, length = start & 255, length & 255
     plain = x.view(UNSIGNED[bits])
     mask = shifted(np.ones_like(plain), length, True) - plain.dtype.type(1)
-    found = shifted(plain, start, False) & mask
+    found = shifted(x, start, False).view(plain.dtype) & mask
     if x.dtype.kind == "i":
         last = np.minimum(start + length - 1, bits - 1)
         negative = (shifted(plain, last, False) & plain.dtype.type(1)).astype(bool) & (length > 0)

@@ -254,7 +254,7 @@ def _shuffling(executable: Executable, instruction: Instruction) -> Step:
 
     def shuffle(machine: Machine) -> None:
         machine.whole_warps(members(machine), instruction.text)
-        lane, by = machine.lane, machine.spread(distance(machine)).astype(np.int64)
+        lane, by = machine.lane, machine.spread(distance(machine)).astype(np.int64) & 31
         limits = machine.spread(clamp(machine)).astype(np.int64)
         segment = limits >> 8 & 31
         first = lane & segment

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from .arithmetic import Array
-from .binding import Executable, register
+from .binding import Executable, reader, register
 from .machine import Machine
 from .memory import WARP, Counters, FaultError, GlobalMemory
 from .parser import Instruction, UnsupportedError, split
@@ -89,9 +89,12 @@ class Threads(Machine):
             if active.any():
                 raise FaultError(f"a trap is reached: {instruction.text}")
         elif instruction.opcode[:2] == ("bar", "warp"):
+            self.active = active
+            members = reader(self.program, instruction, operands[0], "b32")
+            self.whole_warps(members(self), instruction.text)
             self.lanes.warp_epoch[np.repeat(active.reshape(-1, WARP).any(1), WARP)] += 1
             self._join(pc, active)
-        elif operands in (("0",), ("0", str(self.threads))):
+        elif instruction.opcode[1] == "sync" and operands in (("0",), ("0", str(self.threads))):
             self.waiting[pc] = self.waiting.get(pc, False) | active
             self._release()
         else:

@@ -46,8 +46,8 @@ def operation(opcode: tuple[str, ...], operands: int = 2) -> Operation:
         UnsupportedError: for one that the emulator does not know.
     """
     name, modifiers, kind = opcode[0], opcode[1:-1], opcode[-1]
-    if kind.endswith("x2"):
-        given = ("u16" if x == "u32" else x for x in opcode[:-1])  # of all ones, half for each half
+    if kind.endswith("x2"):  # all ones of a comparison are half for each half
+        given = ("u16" if x in ("u32", "s32") else x for x in opcode[:-1])
         return _packed(operation((*given, kind[:-2])), kind)
     if name in ("add", "sub", "fma") and modifiers[1:] == ("f32",) and kind in ("f16", "bf16"):
         return _of_halves(operation(opcode[:-1]), kind)
@@ -63,10 +63,13 @@ def operation(opcode: tuple[str, ...], operands: int = 2) -> Operation:
 
 def _packed(single: Operation, kind: str) -> Operation:
     """An operation on both halves of registers; a comparison gives a column for each half."""
-    half, whole = dtype_of(kind[:-2]), dtype_of(kind)
+    halves, whole = [dtype_of(given) for given in single.inputs], dtype_of(kind)
 
     def function(*operands: Array) -> Array:
-        pairs = (np.ascontiguousarray(x).view(half).reshape(-1, 2) for x in operands)
+        pairs = (
+            np.ascontiguousarray(x).view(half).reshape(-1, 2)
+            for x, half in zip(operands, halves, strict=True)
+        )
         found = np.ascontiguousarray(single.function(*pairs))
         return found if found.dtype == bool else found.view(whole).ravel()
 
@@ -88,13 +91,14 @@ def _taken(modifiers: tuple[str, ...], allowed: tuple[str, ...]) -> bool:
 
 
 def _flushing(function: Callable[..., Array], kind: str, modifiers: tuple[str, ...]) -> Callable:
-    """A function that takes and gives zeros for subnormal fp32 numbers, if it is .ftz."""
-    if "ftz" not in modifiers or kind != "f32":
+    """A function that takes and gives zeros for subnormal numbers of a type, if it is .ftz."""
+    if "ftz" not in modifiers or kind not in ("f16", "f32"):
         return function
+    dtype = dtype_of(kind)
 
     def flushed(*operands: Array) -> Array:
-        found = function(*map(flush, operands))
-        return flush(found) if found.dtype == np.float32 else found
+        found = function(*(flush(x) if x.dtype == dtype else x for x in operands))
+        return flush(found) if found.dtype == dtype else found
 
     return flushed
 
@@ -226,8 +230,8 @@ def _sign(name: str, modifiers: tuple[str, ...], kind: str) -> Operation | None:
     if not _taken(modifiers, ("ftz",)):
         return None
     changed = (lambda x: x & rest) if name == "abs" else (lambda x: x ^ sign)
-    if modifiers and kind == "f32":
-        return Operation(lambda x: flush(changed(x).view(np.float32)), ("b32",))
+    if modifiers and kind in ("f16", "f32"):
+        return Operation(lambda x: flush(changed(x).view(dtype_of(kind))), (f"b{bits}",))
     return Operation(changed, (f"b{bits}",))
 
 
@@ -307,6 +311,7 @@ def _bits(name: str, modifiers: tuple[str, ...], kind: str) -> Operation | None:
 
 def _inserted(a: Array, b: Array, start: Array, length: Array) -> Array:
     ones = np.ones(np.broadcast_shapes(a.shape, b.shape), a.dtype)
+    start, length = start & 255, length & 255
     mask = ar.shifted(ar.shifted(ones, length, True) - a.dtype.type(1), start, True)
     return (b & ~mask) | (ar.shifted(a, start, True) & mask)
 
@@ -335,12 +340,12 @@ def _convert(name: str, modifiers: tuple[str, ...], kind: str) -> Operation | No
         return Operation(partial(_pair, kind=given[:-2], mode=mode), ("f32", "f32"))
     to_float, of_float = is_float(given), is_float(kind)
     if to_float and of_float:
-        return Operation(_flushing(_between(given, kind, mode, whole), kind, tuple(how)), (kind,))
+        return Operation(_flushing(_between(given, kind, mode, whole), "f32", tuple(how)), (kind,))
     if of_float:
         if whole is None:
             return None
-        function = partial(ar.to_integer, kind=given, how=whole)
-        return Operation(_flushing(function, kind, tuple(how)), (kind,))
+        function = _flushing(partial(ar.to_integer, kind=given, how=whole), "f32", tuple(how))
+        return Operation(lambda x: function(wide(x, kind)), (kind,))
     if to_float:
         if mode != "rn" or given in ("bf16", "f16"):
             return None

@@ -82,6 +82,7 @@ class _Log:
     def __init__(self, places: int) -> None:
         self.writer, self.written = np.full((2, places), -1, np.int64)
         self.reader, self.read = np.full((2, places), -1, np.int64)
+        self.several = np.zeros(places, bool)  # agents wrote it at once, the last one noted
 
     def load(self, at: Array, agent: Array, time: Array) -> Array:
         """Whether each access takes part in a race."""
@@ -96,12 +97,16 @@ class _Log:
     def store(self, at: Array, agent: Array, time: Array, equal: Array) -> Array:
         """Likewise; equal: whether the place now has what the access wrote.
 
-        Agents that write the same value at once do no harm: it does not matter whose is kept.
+        Agents that write the same value at once do no harm: it does not matter whose is kept. But
+        one of them that writes again may do so before the others have.
         """
-        raced = (self.written[at] == time) & (self.writer[at] != agent)
+        raced = (self.written[at] == time) & ((self.writer[at] != agent) | self.several[at])
         raced |= (self.read[at] == time) & (self.reader[at] != agent)
         self.writer[at], self.written[at] = agent, time
-        return raced | ((self.writer[at] != agent) & ~equal)
+        others = self.writer[at] != agent
+        self.several[at] = False
+        self.several[at[others]] = True
+        return raced | (others & ~equal)
 
 
 class Space:
