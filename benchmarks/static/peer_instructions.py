@@ -1,9 +1,11 @@
 """Count other libraries' 8-bit kernels as `instructions` counts this package's, on sm_90.
 
 A Triton kernel is compiled with the constants its library launches it with. bitsandbytes' CUDA
-kernels are disassembled from the library that it ships; a thread takes one element. Both counts are
-static: where a kernel has a loop, as FlashOptim's over tiles, its body is counted once, which is
-what a tile costs, together with what comes before it.
+kernels are disassembled from the library that it ships; a thread takes one element. Their whole
+listing is counted, because the shortest way through it leaves out the update, which lies behind a
+branch there; some threads take less, by up to a fifth. Both counts are static: where a kernel has a
+loop, as FlashOptim's over tiles, its body is counted once, which is what a tile costs, together
+with what comes before it.
 """
 
 from __future__ import annotations
