@@ -98,6 +98,16 @@ def test_citation_has_the_version():
     assert f"\nversion: {lowbit_optim.__version__}\n" in citation
 
 
+def test_all_that_make_installs_is_pinned():
+    """What the project itself names; what that requires in turn, the lists of installers show."""
+    tomllib = pytest.importorskip("tomllib", reason="Python's own is from 3.11 on")
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    named = sum(project["optional-dependencies"].values(), project["dependencies"])
+    pins = (ROOT / "constraints.txt").read_text(encoding="utf-8")
+    names = {re.match(r"[\w-]+", requirement)[0] for requirement in named} - {"lowbit_optim"}
+    assert names <= set(re.findall(r"^([\w-]+)==", pins, re.MULTILINE))
+
+
 @pytest.mark.parametrize(("name", "given"), exports())
 def test_export(name, given):
     assert given == name, f"write `{name} as {name}`, which marks a re-export for type checkers"
