@@ -1,5 +1,6 @@
 """Rows of the benchmarks: what is stepped, loaded and counted is what their names say."""
 
+import json
 from types import SimpleNamespace
 
 import pytest
@@ -44,6 +45,19 @@ def test_names_of_rows_are_held_against_the_dtype_that_is_stepped(name, dtypes, 
         return
     with pytest.raises(ValueError, match=refusal):
         registry.of_dtypes(*given)
+
+
+def test_each_run_in_a_file_says_its_command(tmp_path, monkeypatch):
+    timed = {"device": "cpu", "threads": 1, "pairs": [], "skipped": {}, "copy_gb_per_s": 1.0}
+    timed |= {"instruction_set": "", "torch_instruction_set": ""}
+    monkeypatch.setattr(speed_program, "time_all", lambda *_: [dict(timed)])
+    for options in (("--rounds", 3), ("--rounds", 5, "--append")):
+        given = (*options, "--no-first", "--out", tmp_path)
+        result = run_program(speed_program, *given)
+        assert result.exit_code == 0, result.output
+    first, second = json.loads((tmp_path / "speed.json").read_text())["sections"]
+    assert "--rounds 3" in first["command"]
+    assert "--rounds 5" in second["command"]
 
 
 @pytest.mark.parametrize("program", [speed_program, passes_program])

@@ -273,6 +273,7 @@ def test_image_task_is_stratified(module, name, train, held_out):
 def test_command_leaves_out_what_was_not_given():
     given = {"task": ["a", "b"], "steps": None, "seeds": 3, "peers": True, "no_first": False}
     assert report.command("m", given) == "python -m m --task a --task b --seeds 3 --peers"
+    assert report.command("m", {"name": ["torch fused"]}) == "python -m m --name 'torch fused'"
 
 
 def test_busy_machine_is_named():

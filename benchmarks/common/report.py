@@ -9,6 +9,7 @@ import json
 import os
 import platform
 import re
+import shlex
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -108,7 +109,7 @@ def command(module: str, options: Mapping[str, object]) -> str:
             words.append(flag)
         elif value is not None and value is not False:
             values = value if isinstance(value, (list, tuple)) else [value]
-            words += [f"{flag} {item}" for item in values]
+            words += [f"{flag} {shlex.quote(str(item))}" for item in values]
     return " ".join(words)
 
 

@@ -237,7 +237,7 @@ def main(
         raise SystemExit(str(error)) from error
     show(console, sections, firsts, report.busy_note(load) is not None)
     for section in sections:
-        section.update(date=origin["date"], load_before=load)
+        section.update(command=origin["command"], date=origin["date"], load_before=load)
     written = {
         **origin,
         "wall_s": round(time.perf_counter() - start, 1),
