@@ -1,7 +1,7 @@
 """Train on two processes with fully_shard, save with DCP, and go on with one process.
 
 Run it as `python examples/fsdp2.py`; it starts its processes by itself, on CPUs with gloo. On GPUs
-the script would be started by torchrun, and differ in the mesh's "cuda" alone.
+torchrun would start the script, and the group would be of "nccl" and the mesh of "cuda".
 """
 
 import os
