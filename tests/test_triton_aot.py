@@ -143,6 +143,17 @@ def test_what_only_rare_numbers_take_is_not_counted():
     assert shortest_way(LISTING) == ["BRA", "EXIT", "STG.E", "EXIT"]
 
 
+@pytest.mark.parametrize(
+    ("opcode", "size"),
+    [("LDG.E", 4), ("LDG.E.U8", 1), ("STG.E.U16", 2), ("LDG.E.128", 16), ("LDG.E.ENL2.256", 32)],
+)
+def test_widths_of_loads_and_stores(opcode, size):
+    """The widest is of Blackwell."""
+    from benchmarks.static.machine_code import _sass_bytes
+
+    assert _sass_bytes(opcode) == size
+
+
 RAGGED = """
 from itertools import product
 

@@ -90,8 +90,8 @@ def shortest_way(listing: str) -> list[str]:
 
 
 def _sass_bytes(opcode: str) -> int:
-    found = re.search(r"\.(128|64|U8|S8|U16|S16)\b", opcode)
-    return {"128": 16, "64": 8, "8": 1, "16": 2}[found[1].lstrip("US")] if found else 4
+    found = re.search(r"\.(256|128|64|U8|S8|U16|S16)\b", opcode)
+    return {"256": 32, "128": 16, "64": 8, "8": 1, "16": 2}[found[1].lstrip("US")] if found else 4
 
 
 def _count_sass(cubin: bytes, elements: float) -> Count:
