@@ -110,6 +110,12 @@ def test_a_step_moves_the_bytes_of_its_tensors_and_no_more(on_sm_90):
     assert on_sm_90["LARS8bit", "bf16", "sm_90"]["bytes"] == pytest.approx(10 + 2.03125, abs=1e-3)
 
 
+def test_rows_that_end_in_short_blocks_have_more_scales(tmp_path):
+    options = {"optimizer": ["AdamW"], "dtype": ["bf16"], "target": ["sm_90"], "row": ["300"]}
+    (row,) = compiled(tmp_path, **options).values()
+    assert row["bytes"] == pytest.approx(6 + 4 * (1 + 8 / 300), abs=1e-3)
+
+
 def test_other_architectures_compile(tmp_path):
     rows = compiled(tmp_path, optimizer=["AdamW"], dtype=["bf16"], target=TARGETS)
     assert len(rows) == len(TARGETS)

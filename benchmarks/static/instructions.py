@@ -14,6 +14,7 @@ knows neither caches nor latency, and that was the limit on an H200 (docs/gpu.md
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -33,6 +34,7 @@ from benchmarks.static import machine_code, traffic, wavefronts
 from lowbit_optim_kernels import formats, weights
 from lowbit_optim_kernels.engines.triton import engine as engine_triton
 from lowbit_optim_kernels.engines.triton.kinds import TILE, Kind
+from lowbit_optim_kernels.formats.layout import Layout
 from lowbit_optim_kernels.rules import SQUARE, Rule
 from lowbit_optim_kernels.rules.shared import dithered
 
@@ -140,13 +142,16 @@ def measure(
         options |= {"min_8bit_size": 1} if asked.bits < 32 else {}
         options |= {"state_format": asked.name} if asked.bits == 8 else {}
         emulated = wavefronts.measure(ROWS[name], asked.bits, kind.p, arch, row, **options)
+    shape = wavefronts.shape_of(row)
+    scales = math.prod(Layout.of(shape, chosen.block).scales_shape)
     passes, moved = [], 0.0
     for kernel in engine_triton.passes(rule):
         compiled = engine_triton.compile_for(GPUTarget(backend, arch, lanes), rule, kernel, kind)
         counted = machine_code.count(compiled, TILE / (lanes * WARPS))
         moved += traffic.bytes_of(
-            rule, kernel, kind.p.itemsize, kind.g.itemsize, kind.format, kind.weights
-        )
+            rule, kernel, kind.p.itemsize, kind.g.itemsize, kind.format, kind.weights,
+            math.prod(shape) / scales,
+        )  # fmt: skip
         seen = emulated.get(kernel)
         in_rows = seen is not None and row % chosen.block > 0
         passes.append({

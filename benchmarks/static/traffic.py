@@ -46,16 +46,21 @@ class Pass:
         """Bytes per element with `width` bytes an element of p and g and a state of `bits`."""
         return self.moved_with(width, width, formats.FORMATS[formats.OF_BITS[bits]])
 
-    def moved_with(self, p: int, g: int, format: formats.Format, weights: Weights = PLAIN) -> float:
+    def moved_with(
+        self, p: int, g: int, format: formats.Format, weights: Weights = PLAIN,
+        block: float | None = None,
+    ) -> float:  # fmt: skip
         """Bytes per element.
 
         Args:
             p, g: bytes of an element of the parameter and of the gradient.
             format: of the moments.
             weights: how the parameter is stored.
+            block: elements that share a scale, on average; those of a whole block if None.
         """
+        sharing = block or format.block
         state = sum(
-            (part.dtype or torch.float32).itemsize / (format.block if part.per_block else 1)
+            (part.dtype or torch.float32).itemsize / (sharing if part.per_block else 1)
             for part in formats.parts_of(self.moments, format)
         )
         width = {"p": p + (weights.residual.itemsize if weights.residual else 0), "g": g}
@@ -83,11 +88,12 @@ def passes(rule: Rule) -> list[Pass]:
 
 
 def bytes_of(
-    rule: Rule, name: str, p: int, g: int, format: formats.Format, weights: Weights = PLAIN
-) -> float:
+    rule: Rule, name: str, p: int, g: int, format: formats.Format, weights: Weights = PLAIN,
+    block: float | None = None,
+) -> float:  # fmt: skip
     """Bytes per element that the pass `name` reads and writes; see `Pass.moved_with`."""
     (found,) = (one for one in passes(rule) if one.name == name)
-    return found.moved_with(p, g, format, weights)
+    return found.moved_with(p, g, format, weights, block)
 
 
 def rule_of(optimizer: torch.optim.Optimizer) -> Rule | None:

@@ -38,6 +38,11 @@ class Pass:
     instructions: float
 
 
+def shape_of(width: int) -> tuple[int, int]:
+    """The shape of the tensor that has rows of this width."""
+    return ROWS if width % BLOCK else max(1, ELEMENTS // width), width
+
+
 def measure(
     row: registry.Row, bits: int, dtype: torch.dtype, arch: int, width: int = 1024,
     **options: object,
@@ -55,7 +60,7 @@ def measure(
     from benchmarks.static.ptx.launch import emulated
 
     generator = torch.Generator().manual_seed(0)
-    shape = (ROWS if width % BLOCK else max(1, ELEMENTS // width), width)
+    shape = shape_of(width)
     p = torch.nn.Parameter((torch.randn(shape, generator=generator) * 0.02).to(dtype))
     optimizer = row.source(bits, **options)([p], 1e-3)
     size = 1e-3 * torch.exp(torch.randn(shape, generator=generator) * 0.5)
