@@ -160,6 +160,32 @@ def test_widths_of_loads_and_stores(opcode, size):
     assert _sass_bytes(opcode) == size
 
 
+TIMED_TWICE = """
+from unittest.mock import patch
+
+from benchmarks.static import kinds
+from triton.backends.nvidia.compiler import CUDABackend
+
+made, make = [], CUDABackend.make_cubin
+
+
+def noted(self, *given, **more):
+    made.append(given)
+    return make(self, *given, **more)
+
+
+with patch.object(CUDABackend, "make_cubin", noted):
+    for _ in range(2):
+        kinds.measure("SGD", "bf16", "sm_90")
+assert len(made) == 4
+"""
+
+
+@pytest.mark.slow
+def test_what_is_timed_as_compiling_is_not_read_from_a_cache():
+    in_a_process("-c", TIMED_TWICE)
+
+
 RAGGED = """
 from itertools import product
 
