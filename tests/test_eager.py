@@ -168,6 +168,22 @@ def test_a_bad_gradient_element_costs_no_other_weight(cls, bits, bad):
             assert values.isfinite().all(), key
 
 
+@pytest.mark.parametrize("huge", [math.inf, 1e30], ids=str)
+@BOTH
+def test_a_weight_without_a_finite_square_keeps_no_other_from_moving(cls, huge):
+    generator = torch.Generator().manual_seed(0)
+    p = torch.nn.Parameter(torch.randn(50, 100, generator=generator))
+    p.data.view(-1)[2] = huge
+    start = p.detach().clone()
+    optimizer = cls([p])
+    for _ in range(12):
+        p.grad = torch.randn(p.shape, generator=generator)
+        optimizer.step()
+    moved = (p - start).abs().view(-1)
+    moved[2] = 0.1
+    assert (moved > 0).all() and (moved < 1).all()
+
+
 @pytest.mark.parametrize("scale", [1e-30, 1e-20, 1e-8, 1e4, 1e18, 1e30], ids=str)
 @BOTH
 def test_any_gradient_scale_stays_finite(cls, scale):
