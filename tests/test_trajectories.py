@@ -299,3 +299,14 @@ def test_the_history_of_norms_goes_on_where_steps_are_counted_anew(engine, devic
     assert optimizer.state[p]["step"] == 30
     recorded = optimizer.state[p]["gnorm_vec"].sqrt().sort().values
     assert recorded.tolist() == pytest.approx(range(61, 161))
+
+
+@pytest.mark.parametrize("name", ["SGD", "LARS"])
+def test_steps_go_on_where_a_momentum_begins_without_dampening(name):
+    p = torch.nn.Parameter(torch.zeros(16))
+    optimizer = getattr(lowbit_optim, name)([p], lr=0.1)
+    for momentum in (0.0, 0.0, 0.9, 0.9):
+        optimizer.param_groups[0]["momentum"] = momentum
+        p.grad = torch.ones_like(p)
+        optimizer.step()
+    assert optimizer.state[p]["step"] == 4
