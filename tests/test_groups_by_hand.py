@@ -1,7 +1,9 @@
-"""Parameter groups that somebody else than `add_param_group` has made."""
+"""Parameter groups that somebody else than `add_param_group` has made or changed."""
 
 import pytest
+import torch
 
+import lowbit_optim
 from protocol import CLASSES, build, identical, parameters, snapshot, train
 from test_settings import refused_by_a_step
 
@@ -62,3 +64,44 @@ def test_a_parameter_of_two_groups(case, steps):
         assert refused_by_a_step(optimizer, where)
     optimizer.param_groups[1]["params"].pop()
     train(optimizer, 1)
+
+
+def set_to(name, value):
+    return lambda optimizer: optimizer.param_groups[1].update({name: value})
+
+
+def add_to_the_first(optimizer):
+    optimizer.param_groups[0]["params"].append(parameters(torch.bfloat16, [(70,)])[0])
+
+
+def move_to_the_second(optimizer):
+    first, second = (group["params"] for group in optimizer.param_groups)
+    second.insert(0, first.pop())
+
+
+CHANGES = {
+    "a seed": ({}, set_to("seed", 5)),
+    "min_8bit_size": ({}, set_to("min_8bit_size", 10**6)),
+    "master_weight_bits": ({}, set_to("master_weight_bits", 24)),
+    "a parameter that has another group": ({}, move_to_the_second),
+    "numbers of parameters": ({"optim_bits": 32}, add_to_the_first),
+}
+
+
+@pytest.mark.parametrize(("first", "change"), CHANGES.values(), ids=CHANGES)
+def test_what_is_changed_between_steps_counts_in_the_next(first, change):
+    found = []
+    for changes, anew in ((True, False), (True, True), (False, True)):
+        groups = [{"params": parameters(torch.bfloat16), "lr": 0.1, **first}]
+        groups.append({"params": parameters(torch.bfloat16, seed=1)})
+        optimizer = train(lowbit_optim.AdamW(groups, optim_bits=8, min_8bit_size=1), 2)
+        before = [p for group in optimizer.param_groups for p in group["params"]]
+        if changes:
+            change(optimizer)
+        if anew:
+            optimizer.plans.clear()
+        train(optimizer, 2, first=2)
+        found.append((snapshot(optimizer), [p.detach().clone() for p in before]))
+    (kept, weights), (made, _), (_, unchanged) = found
+    assert identical(kept, made)
+    assert not identical(weights, unchanged)
