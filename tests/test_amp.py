@@ -129,3 +129,23 @@ def test_a_grad_scaler_unscales_by_itself(case):
         train(plain, 1, first=t)
     assert scales == [1024.0, 512.0, 512.0, 512.0]
     assert identical(snapshot(scaled), snapshot(plain))
+
+
+@pytest.mark.few_if_interpreted()
+def test_what_a_scaler_sets_may_change_from_step_to_step(engine, device):
+    """To the same bits as by plans that are made anew."""
+    given = [(None, None), (None, 0.0), (None, 1.0), (4.0, None), (4.0, 0.0), (None, None)]
+    results = []
+    for thorough in (False, True):
+        params = [torch.nn.Parameter(p.detach().to(device)) for p in parameters()]
+        optimizer = lowbit_optim.AdamW8bit(params, min_8bit_size=1)
+        for t, numbers in enumerate(given):
+            for name, x in zip(("grad_scale", "found_inf"), numbers, strict=True):
+                setattr(optimizer, name, None if x is None else torch.tensor(x, device=device))
+            if thorough:
+                optimizer.plans.clear()
+            give_gradients(params, t)
+            optimizer.step()
+        results.append(snapshot(optimizer))
+        assert all(int(optimizer.state[p]["step"]) == 5 for p in params)
+    assert identical(*results)

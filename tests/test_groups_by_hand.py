@@ -105,3 +105,12 @@ def test_what_is_changed_between_steps_counts_in_the_next(first, change):
     (kept, weights), (made, _), (_, unchanged) = found
     assert identical(kept, made)
     assert not identical(weights, unchanged)
+
+
+def test_bits_that_are_changed_after_a_load_count_alone():
+    saved = train(lowbit_optim.AdamW(parameters(), state_format="ratio8"), 1).state_dict()
+    optimizer = lowbit_optim.AdamW(parameters(), state_format="ratio8")
+    optimizer.load_state_dict(saved)
+    optimizer.param_groups[0]["optim_bits"] = 32
+    train(optimizer, 1)
+    assert optimizer.param_groups[0]["state_format"] is None

@@ -316,3 +316,33 @@ def test_a_state_without_memory_is_left_alone(engine, device):
     present = [range(40), range(4, 20), range(20, 40), range(4, 40), range(3, 40)]
     (kept, _), (anew, _) = (steps_of_some(present, device, x, free) for x in (False, True))
     assert identical(kept, anew)
+
+
+def test_state_that_waits_may_have_been_freed():
+    """It is refused once it is read, and a plan without it goes on until then."""
+    params = parameters(shapes=[(300,), (70,)])
+    optimizer = train(lowbit_optim.AdamW8bit(params, min_8bit_size=1), 2)
+    freed = optimizer.state[params[1]]["exp_avg"].untyped_storage()
+    size = freed.nbytes()
+    freed.resize_(0)
+    for t in range(2, 5):
+        give_gradients(params[:1], t)
+        params[1].grad = None
+        optimizer.step()
+    give_gradients(params, 5)
+    with pytest.raises(RuntimeError, match="'exp_avg' of shape .* has no memory"):
+        optimizer.step()
+    freed.resize_(size)
+
+
+@pytest.mark.parametrize(("before", "after"), [(8, 32), (32, 8)])
+def test_state_that_waits_keeps_its_width(before, after, engine, device):
+    params = [torch.nn.Parameter(p.detach().to(device)) for p in parameters(shapes=[(300,), (70,)])]
+    optimizer = train(lowbit_optim.AdamW(params, optim_bits=before, min_8bit_size=1), 2)
+    kept = dict(optimizer.state[params[1]])
+    optimizer.param_groups[0]["optim_bits"] = after
+    for t in range(2, 5):
+        give_gradients(params[:1], t)
+        params[1].grad = None
+        optimizer.step()
+    assert all(optimizer.state[params[1]][key] is x for key, x in kept.items())

@@ -201,3 +201,55 @@ def test_numbers_of_fp8_are_refused_in_a_sentence(wide, model):
     saved["state"][0]["exp_avg"] = torch.rand(model.weight.shape).to(torch.float8_e4m3fn)
     with pytest.raises(ValueError, match=r"'exp_avg' must be a dense tensor of .*float8"):
         optimizer.load_state_dict(saved)
+
+
+@pytest.mark.parametrize("state_format", CODED)
+@BY_ENGINE
+def test_what_an_infinite_square_freezes_stays_so_in_codes(engine, state_format):
+    """Without its first moment: over a square that codes have as 0 it would be a leap."""
+    p = torch.nn.Parameter(torch.zeros(300))
+    wide = lowbit_optim.AdamW32bit([p])
+    p.grad = torch.ones_like(p)
+    wide.step()
+    wide.state[p]["exp_avg_sq"][7] = torch.inf
+    bits = BY_BITS.get(state_format, 8)
+    named = {} if bits == 4 else {"state_format": state_format}
+    optimizer = lowbit_optim.AdamW([p], optim_bits=bits, min_8bit_size=1, **named)
+    with lowbit_optim.use_engine(engine):
+        optimizer.load_state_dict(wide.state_dict())
+    lowbit_optim.dequantize_state(optimizer)
+    m = optimizer.state[p]["exp_avg"]
+    assert m[7] == 0
+    assert (m != 0).sum() == 299
+
+
+def test_a_ratio_that_was_replaced_by_numbers_is_coded_with_its_square():
+    p = torch.nn.Parameter(torch.zeros(300))
+    optimizer = lowbit_optim.AdamW([p], state_format="ratio8", min_8bit_size=1, dither=False)
+    p.grad = torch.rand(300, generator=torch.Generator().manual_seed(0))
+    optimizer.step()
+    state = optimizer.state[p]
+    numbers = 0.01 * torch.ones(300)
+    state["exp_avg"] = numbers
+    del state["exp_avg_scale"]
+    again = lowbit_optim.AdamW([p], state_format="ratio8", min_8bit_size=1, dither=False)
+    again.load_state_dict(optimizer.state_dict())
+    wide = lowbit_optim.AdamW32bit([p])
+    wide.load_state_dict(again.state_dict())
+    error = (wide.state[p]["exp_avg"] - numbers) / wide.state[p]["exp_avg_sq"].sqrt()
+    assert error.abs().max() < 0.01 * (numbers / wide.state[p]["exp_avg_sq"].sqrt()).max()
+
+
+def test_an_average_that_outlasts_its_square_is_converted_as_it_is_stepped():
+    """Relative to what the square is decoded as, where that is more than it was."""
+    p = torch.nn.Parameter(torch.zeros(64))
+    options = {"betas": (0.98, 0.9)}
+    wide = lowbit_optim.AdamW32bit([p], **options)
+    p.grad = torch.ones_like(p)
+    wide.step()
+    wide.state[p]["exp_avg_sq"][1:] = 1e-14
+    optimizer = lowbit_optim.AdamW([p], state_format="ratio8", min_8bit_size=1, **options)
+    optimizer.load_state_dict(wide.state_dict())
+    m = wide.state[p]["exp_avg"]
+    lowbit_optim.dequantize_state(optimizer)
+    assert (optimizer.state[p]["exp_avg"].abs() <= 1.01 * m.abs()).all()

@@ -5,7 +5,7 @@ import torch
 
 import lowbit_optim
 from lowbit_optim_kernels import reading
-from protocol import give_gradients, identical, parameters, snapshot, train
+from protocol import ANY_GRADIENT, give_gradients, identical, parameters, snapshot, train
 
 SHAPES = ((4, 70, 3, 3), (5, 3, 2, 2), (300,))
 
@@ -114,3 +114,39 @@ def test_a_tied_autoencoder_trains_as_by_torch(engine):
         assert torch.equal(decoder.weight, encoder.weight.t())
         ends.append(encoder.weight.detach())
     torch.testing.assert_close(*ends, rtol=1e-4, atol=1e-6)
+
+
+@ANY_GRADIENT
+def test_a_copy_of_another_dtype_is_made_in_every_step(engine, device):
+    """Of a gradient that an engine reads in fp32, and that is not contiguous."""
+    results = []
+    for thorough in (False, True):
+        params = [torch.nn.Parameter(x.detach().to(device)) for x in parameters(shapes=SHAPES)]
+        params[0].grad_dtype = None  # any
+        optimizer = lowbit_optim.AdamW8bit(params, lr=0.01, min_8bit_size=1)
+        for t in range(4):
+            give_gradients(params, t)
+            params[0].grad = strided(params[0].grad.double(), "transposed")
+            if thorough:
+                optimizer.plans.clear()
+            optimizer.step()
+        results.append(snapshot(optimizer))
+    assert identical(*results)
+
+
+def test_tables_of_one_memory_stay_with_their_parameters(engine, device):
+    """Where a plan is made anew of parameters that are alike, as new tensors in their state do."""
+    ends = []
+    for cls in (torch.optim.SGD, lowbit_optim.SGD32bit):
+        base = torch.linspace(-1, 1, 70, device=device)
+        params = [base[:], base[:]]
+        optimizer = cls(params, lr=0.1, momentum=0.9)
+        for t in range(3):
+            for k, p in enumerate(params):
+                p.grad = torch.full_like(p, 1.0 + k + t)
+                state = optimizer.state[p]
+                state.update({key: x.clone() for key, x in state.items() if x is not None})
+            optimizer.step()
+        buffers = [optimizer.state[p]["momentum_buffer"] for p in params]
+        ends.append([base, *buffers])
+    torch.testing.assert_close(*ends)
