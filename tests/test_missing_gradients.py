@@ -337,12 +337,13 @@ def test_state_that_waits_may_have_been_freed():
 
 @pytest.mark.parametrize(("before", "after"), [(8, 32), (32, 8)])
 def test_state_that_waits_keeps_its_width(before, after, engine, device):
-    params = [torch.nn.Parameter(p.detach().to(device)) for p in parameters(shapes=[(300,), (70,)])]
+    shapes = [(300,), (70,), (64,)]
+    params = [torch.nn.Parameter(p.detach().to(device)) for p in parameters(shapes=shapes)]
     optimizer = train(lowbit_optim.AdamW(params, optim_bits=before, min_8bit_size=1), 2)
     kept = dict(optimizer.state[params[1]])
     optimizer.param_groups[0]["optim_bits"] = after
-    for t in range(2, 5):
-        give_gradients(params[:1], t)
-        params[1].grad = None
+    for t, present in enumerate((params[:1], params[::2], params[2:]), 2):
+        optimizer.zero_grad()
+        give_gradients(present, t)
         optimizer.step()
     assert all(optimizer.state[params[1]][key] is x for key, x in kept.items())
