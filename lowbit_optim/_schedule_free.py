@@ -140,7 +140,7 @@ class ScheduleFreeAdamW(LowBitOptimizer):
             for _, part in parts:
                 beta1 = part["betas"][0]
                 share = 1.0 - beta1 if train else 1.0 - 1.0 / beta1
-                for p in dict.fromkeys(part["params"]):
+                for p in part["params"]:  # one that is listed twice is moved once, by `_apart`
                     z = self.state.get(p, {}).get("z")
                     if z is None or already == (p not in self._apart):
                         continue

@@ -239,3 +239,18 @@ def test_the_reference_is_the_paper():
         total += lr**2
         x = x + lr**2 / total * (z - x)
         torch.testing.assert_close(p, beta1 * x + (1 - beta1) * z)
+
+
+def test_a_parameter_that_is_listed_twice_is_switched_once():
+    ends = []
+    for times in (1, 2):
+        params, optimizer = build(shapes=[(300,)])
+        train(optimizer, 3)
+        optimizer.param_groups[0]["params"] *= times
+        optimizer.eval()
+        ends.append(params[0].detach().clone())
+        optimizer.train()
+        ends.append(params[0].detach().clone())
+    assert torch.equal(ends[0], ends[2])
+    assert torch.equal(ends[1], ends[3])
+    assert not torch.equal(ends[0], ends[1])
