@@ -208,8 +208,6 @@ def test_the_order_of_batches_is_noted_anew_when_it_changes():
     batches = [Batch(rule, [slot], first.device, "torch") for slot in slots]
     note_order(batches)
     assert [batch.follows for batch in batches] == [False, True, True]
-    for batch in batches:
-        batch.reused = True
     note_order(batches[::-1])
     assert [batch.follows for batch in batches] == [True, True, False]
     note_order(batches[::2])
@@ -330,7 +328,7 @@ def test_state_that_waits_may_have_been_freed():
         params[1].grad = None
         optimizer.step()
     give_gradients(params, 5)
-    with pytest.raises(RuntimeError, match="'exp_avg' of shape .* has no memory"):
+    with pytest.raises(RuntimeError, match=r"'exp_avg' of shape .* has no memory"):
         optimizer.step()
     freed.resize_(size)
 

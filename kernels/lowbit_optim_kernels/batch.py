@@ -336,7 +336,7 @@ def batches_of(
 def note_order(batches: Sequence[Batch]) -> None:
     """Note which batches of a step have parameters that an earlier one, or any other, writes."""
     order = [id(batch) for batch in batches]
-    if all(batch.reused and batch.noted == order for batch in batches):
+    if all(batch.noted == order for batch in batches):
         return
     places = [(k, place) for k, batch in enumerate(batches) for place in range(len(batch.slots))]
     memories = [slot.memory for batch in batches for slot in batch.slots]

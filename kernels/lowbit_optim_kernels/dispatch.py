@@ -192,7 +192,6 @@ def step(
                 run.combine(phase, total)
         for run in runs:
             run.finish()
-            counted.pop(0)
     except BaseException:
         for batch, run in counted:
             if not run.wrote:
