@@ -131,7 +131,6 @@ def test_a_grad_scaler_unscales_by_itself(case):
     assert identical(snapshot(scaled), snapshot(plain))
 
 
-@pytest.mark.few_if_interpreted()
 def test_what_a_scaler_sets_may_change_from_step_to_step(engine, device):
     """To the same bits as by plans that are made anew."""
     given = [(None, None), (None, 0.0), (None, 1.0), (4.0, None), (4.0, 0.0), (None, None)]

@@ -177,6 +177,19 @@ def test_what_else_a_state_has():
     assert state["note"] == "of a user"
 
 
+@pytest.mark.parametrize("bits", [8, 32])
+def test_codes_whose_scales_are_all_zero_are_read_as_zeros(bits):
+    """A number divided by such a scale has any code in bitsandbytes."""
+    (p,) = params_of([(300,)])
+    saved = foreign("AdamW", [(300,)])
+    for i in (1, 2):
+        saved["state"][0][f"absmax{i}"].zero_()
+    optimizer = load(build("AdamW", [p], bits), saved)
+    assert not any(read(optimizer, p)[key].any() for key in ("exp_avg", "exp_avg_sq"))
+    p.grad = torch.ones_like(p)
+    optimizer.step()
+
+
 @pytest.mark.parametrize("family", ["AdamW", "Lion"])
 def test_before_the_first_step(family):
     saved = foreign(family, [(300,)])

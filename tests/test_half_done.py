@@ -144,6 +144,23 @@ def test_an_interrupt_before_anything_is_written(engine, device, method, batch, 
     assert continues_like(optimizer, twin)
 
 
+def test_a_step_that_an_overflow_skips_is_not_uncounted(engine, device, monkeypatch):
+    (p,) = params = [torch.zeros(300, device=device, requires_grad=True)]
+    optimizer = train(lowbit_optim.LARS32bit(params, lr=0.1, momentum=0.9), 2)
+    optimizer.found_inf = torch.ones((), device=device)
+    give_gradients(params, 2)
+
+    def interrupted(self, *args):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(getattr(compiled(engine), RUNS[engine]), "combine", interrupted)
+    if engine == "numba":
+        pass_by_pass(monkeypatch)
+    with pytest.raises(KeyboardInterrupt):
+        optimizer.step()
+    assert optimizer.state[p]["step"] == 2
+
+
 @pytest.mark.parametrize("broken", ["_keep", "_pass"])
 def test_a_kernel_that_does_not_compile_after_others_were_launched(broken, device, monkeypatch):
     """What has been written stays counted; where nothing has, the count is taken back."""

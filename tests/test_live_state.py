@@ -140,3 +140,28 @@ def test_what_is_kept_of_a_parameter_without_a_step_is_loaded(case, bits):
     with torch.no_grad():
         loaded[0].copy_(first)
     assert identical(snapshot(train(straight, 2, 1)), snapshot(train(resumed, 2, 1)))
+
+
+REPLACED = {
+    "cut": lambda x: setattr(x, "data", x.data[:150]),
+    "made sparse": lambda x: torch.utils.swap_tensors(x, torch.zeros(300).to_sparse()),
+}
+
+
+@pytest.mark.parametrize("replaced", REPLACED)
+def test_a_tensor_of_the_state_that_becomes_another_in_place_is_refused(replaced):
+    """At the old id, which is what a plan that is kept knows, and perhaps the old address."""
+    params = parameters(shapes=[(300,)])
+    optimizer = train(lowbit_optim.AdamW32bit(params), 3)
+    REPLACED[replaced](optimizer.state[params[0]]["exp_avg"])
+    with pytest.raises(ValueError, match="does not fit AdamW32bit: 'exp_avg'"):
+        train(optimizer, 1)
+
+
+def test_what_a_user_keeps_in_state_is_copied_by_a_load():
+    optimizer = train(lowbit_optim.AdamW8bit(parameters()), 1)
+    saved = optimizer.state_dict()
+    saved["state"]["ema"] = {"decay": [torch.ones(3)]}
+    optimizer.load_state_dict(saved)
+    saved["state"]["ema"]["decay"][0].zero_()
+    assert torch.equal(optimizer.state["ema"]["decay"][0], torch.ones(3))
