@@ -150,3 +150,18 @@ def test_tables_of_one_memory_stay_with_their_parameters(engine, device):
         buffers = [optimizer.state[p]["momentum_buffer"] for p in params]
         ends.append([base, *buffers])
     torch.testing.assert_close(*ends)
+
+
+def test_norms_of_one_memory_are_those_before_the_step(engine, device):
+    """As on the torch engine, whichever of two parameters is stepped first."""
+    ends = []
+    for name in (engine, "torch"):
+        base = torch.linspace(-1, 1, 70, device=device)
+        params = [base[:], base[:]]
+        optimizer = lowbit_optim.LARS32bit(params, lr=0.5, trust_coefficient=1.0)
+        for p in params:
+            p.grad = torch.ones_like(p)
+        with lowbit_optim.use_engine(name):
+            optimizer.step()
+        ends.append(base)
+    torch.testing.assert_close(*ends)
