@@ -83,6 +83,7 @@ CHANGES = {
     "a seed": ({}, set_to("seed", 5)),
     "min_8bit_size": ({}, set_to("min_8bit_size", 10**6)),
     "master_weight_bits": ({}, set_to("master_weight_bits", 24)),
+    "those of a plan of its own": ({"optim_bits": 32}, set_to("master_weight_bits", 24)),
     "a parameter that has another group": ({}, move_to_the_second),
     "numbers of parameters": ({"optim_bits": 32}, add_to_the_first),
 }
