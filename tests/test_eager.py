@@ -369,3 +369,16 @@ def test_another_engine_goes_on_with_the_moments(cls):
         with use_engine(engine):
             train(optimizer, 1)
     assert int(optimizer.state[p]["step"]) == 5
+
+
+@BOTH
+def test_dither_decides_how_moments_are_coded(cls):
+    codes = []
+    for dither in (True, False):
+        p = torch.nn.Parameter(torch.ones(300))
+        optimizer = cls([p], optim_bits=8, min_8bit_size=1, dither=dither, betas=(0.95, 0.98))
+        for scale in (1.0, 0.9):
+            p.grad = scale * torch.rand(300, generator=torch.Generator().manual_seed(0))
+            optimizer.step()
+        codes.append(torch.cat([optimizer.state[p][key].flatten() for key in MOMENTS[cls]]))
+    assert not torch.equal(*codes)
