@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from lowbit_optim_kernels.formats import FORMATS, Format
@@ -155,6 +156,13 @@ def _require_inherited(number: int, part: Mapping[str, Any], inherited: Mapping[
                 "put them into a group of their own, state dicts of other libraries have no "
                 "settings of single parameters"
             )
+
+
+def on_device(state: Mapping[str, Any], device: torch.device | None) -> dict[str, Any]:
+    """A parameter's moments on a device, or where they are."""
+    if device is None:
+        return dict(state)
+    return {key: x.to(device) if isinstance(x, Tensor) else x for key, x in state.items()}
 
 
 def entries_beside(optimizer: LowBitOptimizer) -> dict[Any, Any]:

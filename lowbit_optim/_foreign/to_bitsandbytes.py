@@ -20,7 +20,7 @@ from .. import _checks, _saved_moments, _state_dicts
 from .._optimizer import LowBitOptimizer
 from .bitsandbytes import BITSANDBYTES, BLOCKS, FAMILIES, NESTED, ONE_STATE, TWO_STATES, Family
 from .coded import Coded, same_blocks
-from .export import Group, Member, entries_beside, groups_of, require_optimizer
+from .export import Group, Member, entries_beside, groups_of, on_device, require_optimizer
 
 LAYOUTS = ("flat", "nested")
 # Settings that mean nothing while there is no weight decay.
@@ -29,7 +29,9 @@ NOT_BY_CONSTRUCTOR = {"max_unorm": 0.0, "percentile_clipping": 100}
 
 
 @torch.no_grad()
-def to_bitsandbytes_state_dict(optimizer: LowBitOptimizer, layout: str = "flat") -> dict[str, Any]:
+def to_bitsandbytes_state_dict(
+    optimizer: LowBitOptimizer, layout: str = "flat", device: torch.device | str | None = None
+) -> dict[str, Any]:
     """A state dict that bitsandbytes' class of the same name loads and goes on from.
 
     State of 8 bits stays so: its codes and scales are the same to the bit where the blocks are,
@@ -48,6 +50,8 @@ def to_bitsandbytes_state_dict(optimizer: LowBitOptimizer, layout: str = "flat")
             own, as 0.49.2 and newer save them. For 8-bit `LAMB` and `LARS` they differ in more: up
             to 0.49 those have one scale a tensor unless told otherwise, "flat", from 0.50 on one
             a block, "nested".
+        device: where the tensors are put, each when it is made; by default where their parameters
+            are.
 
     Returns:
         A dict with `state` and `param_groups` that shares no memory with the optimizer. What a user
@@ -69,7 +73,8 @@ def to_bitsandbytes_state_dict(optimizer: LowBitOptimizer, layout: str = "flat")
     _checks.one_of("layout", layout, LAYOUTS)
     function = "to_bitsandbytes_state_dict"
     require_optimizer(optimizer, function, "bitsandbytes", BITSANDBYTES.families)
-    return write(optimizer, layout, Original(optimizer, {}))
+    device = None if device is None else torch.device(device)
+    return write(optimizer, layout, Original(optimizer, {}), device)
 
 
 @dataclass(frozen=True)
@@ -114,13 +119,19 @@ class Source:
 
 
 @torch.no_grad()
-def write(optimizer: LowBitOptimizer, layout: str, original: Original) -> dict[str, Any]:
+def write(
+    optimizer: LowBitOptimizer,
+    layout: str,
+    original: Original,
+    device: torch.device | None = None,
+) -> dict[str, Any]:
     """`to_bitsandbytes_state_dict` with moments from elsewhere, so that they are coded once.
 
     Args:
         optimizer: one that bitsandbytes has; it says what is coded.
         layout: one of `LAYOUTS`.
         original: the moments. Codes are taken as they are where bitsandbytes' blocks are the same.
+        device: where the tensors are put; None where their parameters are.
     """
     its, groups = FAMILIES[optimizer.family], list(groups_of(optimizer))
     packed = [group.packed(_settings(its, group)) for group in groups]
@@ -128,7 +139,7 @@ def write(optimizer: LowBitOptimizer, layout: str, original: Original) -> dict[s
     sources, whole = original.sources(), its.whole and layout == "flat"
     for member in (member for group in groups for member in group.members):
         if member.state:
-            flat = _state(its, member, sources[member.index], whole)
+            flat = on_device(_state(its, member, sources.pop(member.index), whole), device)
             laid_out = flat if layout == "flat" else _nested(flat)
             state[member.index] = {**laid_out, **member.added}
     return {"state": {**state, **entries_beside(optimizer)}, "param_groups": packed}

@@ -10,7 +10,7 @@ from lowbit_optim_kernels.batch import STEP_DTYPE
 
 from .. import _saved_state
 from .._optimizer import LowBitOptimizer
-from .export import Group, Member, entries_beside, groups_of, require_optimizer
+from .export import Group, Member, entries_beside, groups_of, on_device, require_optimizer
 
 FAMILIES = ("SGD", "Adam", "AdamW", "RMSprop", "Adagrad")
 HOW_TO_RUN = ("foreach", "fused", "capturable", "differentiable")  # what they compute is the same
@@ -18,7 +18,9 @@ NOT_IN_TORCH = {"max_unorm": 0.0, "percentile_clipping": 100, "cautious": False}
 
 
 @torch.no_grad()
-def to_torch_state_dict(optimizer: LowBitOptimizer) -> dict[str, Any]:
+def to_torch_state_dict(
+    optimizer: LowBitOptimizer, device: torch.device | str | None = None
+) -> dict[str, Any]:
     """A state dict that torch.optim's class of the same name loads and goes on from.
 
     Moments are fp32 numbers (fp64 of fp64 parameters), whatever they are stored as here; of 32-bit
@@ -28,6 +30,8 @@ def to_torch_state_dict(optimizer: LowBitOptimizer) -> dict[str, Any]:
 
     Args:
         optimizer: `SGD`, `Adam`, `AdamW`, `RMSprop` or `Adagrad`, of any width; not changed.
+        device: where moments are put, each when it is made: "cpu" where a GPU has no room for them
+            in 32 bits; by default where their parameters are.
 
     Returns:
         A dict with `state` and `param_groups` that shares no memory with the optimizer. What a user
@@ -48,12 +52,13 @@ def to_torch_state_dict(optimizer: LowBitOptimizer) -> dict[str, Any]:
         0.001
     """
     require_optimizer(optimizer, "to_torch_state_dict", "torch.optim", FAMILIES)
+    device = None if device is None else torch.device(device)
     groups = list(groups_of(optimizer))
     for group in groups:
         group.require(NOT_IN_TORCH, "torch.optim")
     packed = [group.packed(_settings(optimizer.family, group)) for group in groups]
     members = (member for group in groups for member in group.members)
-    states = {member.index: _state(optimizer, member) for member in members}
+    states = {member.index: _state(optimizer, member, device) for member in members}
     state = {i: own for i, own in states.items() if own}
     return {"state": {**state, **entries_beside(optimizer)}, "param_groups": packed}
 
@@ -65,16 +70,19 @@ def _settings(family: str, group: Group) -> dict[str, Any]:
     return {**{key: x for key, x in theirs.items() if key != "params"}, **own}
 
 
-def _state(optimizer: LowBitOptimizer, member: Member) -> dict[str, Any]:
+def _state(
+    optimizer: LowBitOptimizer, member: Member, device: torch.device | None
+) -> dict[str, Any]:
     state = member.added
     # A buffer says to torch's SGD, which counts no steps, that there has been one. A step that an
     # AMP scaler has skipped was none.
     unbegun = optimizer.family == "SGD" and member.state and member.steps == 0
     if member.state and not unbegun:
-        state.update(member.numbers(optimizer))
+        state.update(on_device(member.numbers(optimizer), device))
     elif optimizer.family == "Adagrad":  # torch's has state from the start
         start = member.settings["initial_accumulator_value"]
-        state["sum"] = torch.full_like(member.p, start, memory_format=torch.preserve_format)
+        whole = torch.full_like(member.p, start, memory_format=torch.preserve_format, device=device)
+        state["sum"] = whole
     else:
         return state
     if optimizer.family != "SGD":  # torch's counts no steps

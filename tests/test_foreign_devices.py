@@ -1,0 +1,82 @@
+"""State dicts for other libraries on another device than the parameters', a parameter at a time."""
+
+import weakref
+from functools import partial
+
+import pytest
+import torch
+
+import lowbit_optim
+from lowbit_optim import to_bitsandbytes_state_dict, to_torch_state_dict
+from lowbit_optim._foreign.export import Member
+from protocol import identical, tensors_of
+
+
+def trained(family, **options):
+    params = [torch.nn.Parameter(torch.ones(50, 100)) for _ in range(4)]
+    for p in params[:3]:
+        p.grad = torch.ones_like(p)
+    options = {"lr": 0.01, "min_8bit_size": 1, **options}
+    optimizer = getattr(lowbit_optim, f"{family}8bit")(params, **options)
+    optimizer.step()
+    return optimizer
+
+
+def written(family, layout):
+    if layout is None:
+        return to_torch_state_dict
+    return partial(to_bitsandbytes_state_dict, layout=layout)
+
+
+WRITTEN = pytest.mark.parametrize(
+    ("family", "layout"),
+    [
+        ("AdamW", None),
+        ("Adagrad", None),
+        ("AdamW", "flat"),
+        ("LAMB", "flat"),
+        ("AdEMAMix", "nested"),
+    ],
+)
+
+
+@WRITTEN
+def test_tensors_are_put_on_the_device_that_is_asked_for(family, layout):
+    optimizer, write = trained(family), written(family, layout)
+    elsewhere, here = write(optimizer, device="meta"), write(optimizer)
+    assert identical(write(optimizer, device=torch.device("cpu")), here)
+    assert elsewhere["state"].keys() == here["state"].keys()
+    for index, state in here["state"].items():
+        there = elsewhere["state"][index]
+        assert there.keys() == state.keys()
+        assert torch.as_tensor(there["step"]).device.type == "cpu"
+        moved = [x for key, x in there.items() if key != "step"]
+        found = list(tensors_of(moved))
+        assert found
+        assert {x.device.type for x in found} == {"meta"}
+        kept = tensors_of([x for key, x in state.items() if key != "step"])
+        assert [x.shape for x in found] == [x.shape for x in kept]
+
+
+@WRITTEN
+def test_a_device_that_does_not_exist_is_refused(family, layout):
+    optimizer = getattr(lowbit_optim, f"{family}8bit")([torch.nn.Parameter(torch.ones(3))], lr=0.1)
+    with pytest.raises(RuntimeError, match="device"):
+        written(family, layout)(optimizer, device="nowhere")
+
+
+def test_numbers_are_let_go_when_they_are_coded(monkeypatch):
+    """Those of all parameters would take four times the memory of the state."""
+    seen, alive = [], []
+    numbers = Member.numbers
+
+    def noted(member, optimizer):
+        alive.append(sum(each() is not None for each in seen))
+        found = numbers(member, optimizer)
+        seen.extend(map(weakref.ref, found.values()))
+        return found
+
+    monkeypatch.setattr(Member, "numbers", noted)
+    to_bitsandbytes_state_dict(trained("AdamW"))
+    assert len(alive) == 3
+    assert max(alive) <= 2
