@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from lowbit_optim_kernels.formats import compute_dtype
-from lowbit_optim_kernels.weights import RESIDUAL_KEY, as_integers, converted, split
+from lowbit_optim_kernels.weights import RESIDUAL_KEY, as_integers, converted
 
 from . import _checks, _sharding
 from ._agreement import agreeing
@@ -133,11 +133,14 @@ def set_weight(
         return
     share = optimizer._share(p, group)
     residual = as_integers(_sharding.local(optimizer._kept_state(p, group, share)[RESIDUAL_KEY]))
-    whole = _sharding.gathered(weight) if share is not None and share.whole else value
-    for rows, low in _in_pieces(whole, residual):
-        low.copy_(split(rows, kept_as.extra, None)[1])
-    for rows, high in _in_pieces(value, local):
-        high.copy_(split(rows, kept_as.extra, None)[0])
+    to = local
+    if share is not None and share.whole:
+        value = _sharding.gathered(weight).to(local.device)
+        to = torch.empty_like(value, dtype=local.dtype)
+    for w, p_rows, low in _in_pieces(value, to, residual):
+        kept_as.write(w, p_rows, low, None)
+    if share is not None and share.whole:
+        local.copy_(share.written(to))
 
 
 def _in_pieces(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Mapping
 from numbers import Real
 from typing import Any
@@ -22,6 +21,7 @@ from ._saved_moments import HarmlessMask
 from ._settings import plain_copy
 from ._state_layout import lasting_spec
 from ._tensor_checks import (
+    all_finite,
     extent,
     missing,
     require_dense,
@@ -108,9 +108,7 @@ def _require_lasting(x: Lasting, value: Any) -> None:
 
 def _check_lasting(x: Lasting, value: Any) -> None:
     _require_lasting(x, value)
-    least, largest = extent(value)
-    unused = x.history and least == x.start == largest
-    if not (unused or (least >= 0 and largest < math.inf)):
+    if not (all_finite(value, 0) or (x.history and extent(value) == (x.start, x.start))):
         raise ValueError(f"{x.key!r} must hold finite numbers >= 0")
 
 

@@ -94,15 +94,14 @@ def extent(x: Tensor) -> tuple[float, float]:
     return least, largest
 
 
-def all_finite(x: Tensor) -> bool:
-    """Whether no number of a tensor is NaN or infinite."""
+def all_finite(x: Tensor, at_least: float = -math.inf) -> bool:
+    """Whether no number of a tensor is NaN, infinite or less than this."""
     least, largest = extent(x)
-    return -math.inf < least and largest < math.inf
+    return least >= at_least and -math.inf < least and largest < math.inf
 
 
 def require_scales(key: str, value: Any) -> None:
     """Refuse scales that are no dense numbers, negative or not finite."""
     require_dense(key, value)
-    least, largest = extent(value)
-    if not (least >= 0 and largest < math.inf):
+    if not all_finite(value, 0):
         raise ValueError(f"{key!r} has scales that are negative or not finite")
