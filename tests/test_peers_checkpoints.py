@@ -15,6 +15,7 @@ import torch
 
 import lowbit_optim
 from foreign_files import let_step_on_cpu, newer
+from test_guides import blocks_of, run
 
 # Their own calls of what torch has deprecated.
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::DeprecationWarning")
@@ -281,6 +282,30 @@ def test_torchao_to_ours(row):
         later = train(moved, ours, STEPS, 2 * STEPS)
         if row.name.endswith("8bit"):
             assert_follows(later, train(model, peer, STEPS, 2 * STEPS))
+
+
+def test_the_page_on_coming_from_torchao(tmp_path, monkeypatch):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        optim = pytest.importorskip("torchao.optim", reason="make peers installs it")
+    monkeypatch.chdir(tmp_path)
+    (block,) = blocks_of("coming_from_torchao.md", None)
+    model = torch.nn.Sequential(
+        torch.nn.Linear(256, 512), torch.nn.GELU(), torch.nn.Linear(512, 256)
+    )
+    peer = optim.AdamW8bit(model.parameters(), lr=3e-4, bf16_stochastic_round=True)
+    with torch.compiler.set_stance("force_eager"):
+        model(torch.randn(4, 256)).square().mean().backward()
+        peer.step()
+    torch.save({"model": model.state_dict(), "optimizer": peer.state_dict()}, "torchao.pt")
+    with pytest.warns(UserWarning, match="AdamW8bit converts a state_dict of torchao"):
+        names = run([block], "coming_from_torchao.md")
+    for p, q in zip(model.parameters(), names["model"].parameters(), strict=True):
+        theirs = [dequantized(peer.state[p][key]) for key in ("exp_avg", "exp_avg_sq")]
+        assert all(map(torch.equal, our_moments(names["optimizer"], q), theirs))
+    fresh = lowbit_optim.AdamW8bit(model.parameters())
+    fresh.load_state_dict(torch.load("checkpoint.pt", weights_only=True)["optimizer"])
+    assert fresh.param_groups[0]["lr"] == pytest.approx(3e-4)
 
 
 def dequantized(x):
