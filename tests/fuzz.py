@@ -12,11 +12,14 @@ import pytest
 import torch
 
 import cases
+import lowbit_optim
 from protocol import all_parameters
 
 CHUNKS = 8
 NON_NEGATIVE = ("exp_avg_sq", "max_exp_avg_sq", "square_avg", "sum", "scale_exp_avg_sq")
 DTYPES = (torch.float32, torch.float32, torch.bfloat16, torch.float16, torch.float64)
+MASTERED = (torch.float32, torch.bfloat16)  # that may ask for master weights
+STORAGE = ("optim_bits", "state_format", "min_8bit_size", "master_weight_bits")  # a load keeps them
 
 
 def examples(default):
@@ -45,6 +48,27 @@ def random_case(rng):
     return rng.choice([case for case in cases.ALL_CASES if case.name == name])
 
 
+def random_masters(rng):
+    """Bits of master weights, and dtypes of parameters that may have them."""
+    bits = rng.choice([None, None, "auto", 16, 24, 32])
+    return bits, DTYPES if bits in (None, "auto") else MASTERED
+
+
+def random_storage(rng, case):
+    """How an optimizer of a case may keep its state: arguments of `case.build`."""
+    bits = rng.choice([4, 8, 8, 8, 32])
+    halves = hasattr(lowbit_optim, f"{case.name}4bit") and not case.options.get("amsgrad")
+    options = {"min_8bit_size": rng.choice([1, 1, 200]), "dither": rng.random() < 0.8}
+    if bits == 8 or (bits == 4 and not halves):
+        bits, options["state_format"] = 8, rng.choice(["dynamic8", "ratio8"])
+    return {"bits": bits, **options}
+
+
+def is_scale(key):
+    """Whether a state's tensor has a scale for each block of codes."""
+    return str(key).endswith(("_absmax", "_scale"))
+
+
 def unfit(optimizer):
     """What is wrong with an optimizer that was given finite numbers only; None if nothing is."""
     for index, p in enumerate(all_parameters(optimizer)):
@@ -64,7 +88,7 @@ def unfit_state(state):
         frozen = value == math.inf if key in NON_NEGATIVE else False  # a weight that stands still
         if not bool((value.isfinite() | frozen).all()):
             return f"{key} is not finite"
-        if (key in NON_NEGATIVE or str(key).endswith("_absmax")) and bool((value < 0).any()):
+        if (key in NON_NEGATIVE or is_scale(key)) and bool((value < 0).any()):
             return f"{key} is negative"
     return None
 

@@ -8,14 +8,14 @@ both. One that finds nothing to do returns None.
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import torch
 
 import lowbit_optim
+from fuzz import MASTERED
+from fuzz_settings import BETAS, CONFIGS, INF, INVALID, NAN, ODD, VALID
 from protocol import all_parameters
 
 REFUSED, EITHER, ACCEPTED = "refused", "either", "accepted"
-NAN, INF = float("nan"), float("inf")
 OPERATIONS = []
 OVERRIDDEN = []  # pairs of a parameter and its override, to be made again for a copy
 
@@ -179,48 +179,17 @@ def a_sparse_gradient(optimizer, rng):
 # Groups.
 
 
-VALID = {
-    "lr": [0, 0.0, 1e-3, 0.01, torch.tensor(0.02), np.float64(0.01)],
-    "weight_decay": [0, 0.0, 0.01, 0.1],
-    "momentum": [0, 0.5, 0.9],
-    "optim_bits": [8, 32],
-    "min_8bit_size": [0, 1, 200, 10**6],
-    "percentile_clipping": [0, 5, 50, 100],
-    "maximize": [True, False],
-    "amsgrad": [True, False],
-    "eps": [1e-8, 1e-3],
-    "max_unorm": [0.0, 0.02, 1.0],
-}
-BETAS = {2: [(0.9, 0.999), [0.5, 0.9], (0.0, 0.9)], 3: [(0.9, 0.999, 0.9999), (0.5, 0.9, 0.99)]}
-INVALID = {
-    "lr": [NAN, INF, "0.1", None, torch.ones(2), 1j],
-    "weight_decay": [NAN, "x", None, -1.0, [0.1]],
-    "momentum": [NAN, "x", None, -1.0],
-    "optim_bits": [5, "8", 16, None, 8.5],
-    "min_8bit_size": [-1, "x", None, 0.5],
-    "percentile_clipping": [50.5, 101, -1, "5", None],
-    "betas": [(0.9,), (NAN, 0.9), (1.5, 0.9), "ab", None, 0.9],
-    "max_unorm": [NAN, -1.0, "x", None],
-    "maximize": ["yes", None],
-    "eps": [NAN, "x", None, -1.0],
-}
-ODD = {
-    "lr": [-1e-8, np.float32(0.01), np.float64(-1e-20), torch.tensor([0.01]), np.ones(1)[0]],
-    "weight_decay": [np.float32(0.01), torch.tensor(0.01), True],
-    "momentum": [np.float32(0.9)],
-    "betas": [(torch.tensor(0.9), torch.tensor(0.99)), (np.float32(0.9), np.float64(0.99))],
-    "maximize": [1, 0, np.True_],
-    "percentile_clipping": [50.0, np.int64(50)],
-    "optim_bits": [8.0, np.int64(8)],
-}
-
-
 def allowed(optimizer, group):
     try:
-        optimizer._validate(group)
+        optimizer._check_settings(group)
     except (ValueError, TypeError):
         return False
-    return True
+    return not has_masters(group) or all(p.dtype in MASTERED for p in group["params"])
+
+
+def has_masters(group):
+    """Whether parameters of other dtypes than `MASTERED` are refused."""
+    return group["master_weight_bits"] not in (None, "auto")
 
 
 def set_in(group, key, value):
@@ -332,7 +301,8 @@ def an_expanded_parameter(optimizer, rng):
 
 @often(1)
 def the_model_in_another_dtype(optimizer, rng):
-    dtype = rng.choice([torch.float16, torch.float32, torch.bfloat16])
+    mastered = any(map(has_masters, optimizer.param_groups))
+    dtype = rng.choice(MASTERED if mastered else [torch.float16, *MASTERED])
     optimizer.zero_grad()
     params = all_parameters(optimizer)
     if any(p.numel() and not bool((p.abs() < 1e3).all()) for p in params):
@@ -359,12 +329,6 @@ def state_forgotten(optimizer, rng):
         optimizer.state.pop(rng.choice(all_parameters(optimizer)), None)
     give_all(optimizer, rng)
     return Act(optimizer.step)
-
-
-CONFIGS = [
-    {"optim_bits": 32}, {"optim_bits": 8, "min_8bit_size": 0}, {"lr": 1e-3}, {"maximize": True},
-    {"lr": torch.tensor(0.01)}, {"percentile_clipping": 50}, {"min_8bit_size": 10**6},
-]  # fmt: skip
 
 
 def override(p, config):

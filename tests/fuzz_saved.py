@@ -10,7 +10,7 @@ import re
 import numpy as np
 import torch
 
-from fuzz import NON_NEGATIVE
+from fuzz import NON_NEGATIVE, STORAGE, is_scale
 
 REFUSED, EITHER, ACCEPTED = "refused", "either", "accepted"
 CONTROLS = []
@@ -38,7 +38,8 @@ class Saved:
     def name(self, index, key):
         """Note that a refusal has to say this parameter, by index or shape, and this key."""
         shape = re.escape(str(tuple(self.shapes[index])))
-        self.named += [rf"{shape}|\b{index}\b", re.escape(key.removesuffix("_absmax"))]
+        moment = re.sub("_absmax$|_and_sq$|_scale$", "", key)
+        self.named += [rf"{shape}|\b{index}\b", re.escape(moment)]
 
     def keys(self, kind):
         """Where the tensors of a kind are, as (index, key)."""
@@ -82,13 +83,15 @@ class Saved:
 
 
 def kind_of(key, value):
-    """What a state's tensor is: step, gnorm, scales, codes, square or wide."""
+    """What a state's tensor is: step, gnorm, scales, codes, residual, square or wide."""
     if key == "step":
         return "step"
     if key == "gnorm_vec":
         return "gnorm"
-    if key.endswith("_absmax"):
+    if is_scale(key):
         return "scales"
+    if key == "master_residual":
+        return "residual"
     if value.dtype == torch.uint8:
         return "codes"
     return "square" if key in NON_NEGATIVE else "wide"
@@ -156,7 +159,8 @@ def without_a_header(saved):
 @control
 def without_storage_settings(saved):
     for group in saved.tree["param_groups"]:
-        del group["optim_bits"], group["min_8bit_size"]
+        for key in STORAGE:
+            del group[key]
 
 
 @control

@@ -5,15 +5,14 @@ become of it. What a damage touches is noted in `named`: a refusal has to say it
 finds nothing to touch raises `NotHere`.
 """
 
-import math
 import re
 
 import numpy as np
 import torch
 
 from fuzz_saved import EITHER, REFUSED, NotHere
+from fuzz_settings import BAD_WHEN_SAVED, INF, NAN
 
-NAN, INF = math.nan, math.inf
 DAMAGES = []
 SGD_LIKE = ("SGD", "LARS")  # torch.optim.SGD counts no steps
 MISSING = object()
@@ -175,20 +174,29 @@ def a_history_of_another_dtype(saved):
 
 
 @damage
+def a_residual_of_another_dtype(saved):
+    bad = [torch.int64, torch.float32, torch.bool, torch.complex64, torch.uint8]
+    place = saved.pick("residual", elements=0)
+    return saved.put(place, place[0][place[1]].to(saved.rng.choice(bad)))
+
+
+@damage
 def on_the_meta_device(saved):
-    place = saved.pick("codes", "wide", "square", "scales", "step", "gnorm")
+    place = saved.pick("codes", "wide", "square", "scales", "step", "gnorm", "residual")
     return saved.put(place, place[0][place[1]].to("meta"))
 
 
 @damage
 def a_sparse_tensor(saved):
-    state, key = place = saved.pick("codes", "wide", "square", "scales", "gnorm")
+    state, key = place = saved.pick("codes", "wide", "square", "scales", "gnorm", "residual")
     return saved.put(place, state[key].to_sparse())
 
 
 @damage
 def another_shape(saved):
-    state, key = place = saved.pick("codes", "wide", "square", "scales", "gnorm", elements=2)
+    state, key = place = saved.pick(
+        "codes", "wide", "square", "scales", "gnorm", "residual", elements=2
+    )
     value = state[key]
     longer = torch.cat([value.flatten(), value.flatten()[:1]])
     changed = [value.flatten(), value.mT if value.ndim > 1 else value[None], value[..., None],
@@ -199,8 +207,8 @@ def another_shape(saved):
 
 @damage
 def no_tensor(saved):
-    state, key = place = saved.pick("codes", "wide", "square", "scales", "gnorm")
-    bad = [1.0, 3, "x", True, {}, [], state[key].tolist(), state[key].numpy(), object]
+    state, key = place = saved.pick("codes", "wide", "square", "scales", "gnorm", "residual")
+    bad = [1.0, 3, "x", True, {}, [], state[key].tolist(), np.array(state[key].tolist()), object]
     return saved.put(place, saved.rng.choice(bad))
 
 
@@ -221,6 +229,14 @@ def a_key_that_is_missing(saved):
     state, key = saved.pick("codes", "wide", "square", "scales", elements=0)
     state.pop(key) if saved.rng.random() < 0.5 else state.update({key: None})
     return REFUSED
+
+
+@damage
+def a_residual_that_is_missing(saved):
+    """As where weights are loaded without their masters."""
+    state, key = saved.pick("residual", elements=0)
+    state.pop(key) if saved.rng.random() < 0.5 else state.update({key: None})
+    return EITHER
 
 
 @damage
@@ -299,26 +315,11 @@ def members_that_are_none(saved):
     return REFUSED
 
 
-BAD_SETTINGS = {
-    "lr": [NAN, INF, "x", None, [0.1], 1j, torch.ones(2), torch.tensor(NAN), {}],
-    "betas": [None, 0.9, (0.9,), (0.9, "x"), (NAN, 0.9), (1.5, 0.9), (0.9, -0.1), "ab", {}],
-    "percentile_clipping": [-1, 101, 50.5, "5", None, True, NAN, [5]],
-    "max_unorm": [-1.0, NAN, INF, "x", None],
-    "maximize": ["yes", None, 2, [True]],
-    "weight_decay": [-1.0, NAN, INF, "x", None, [0.1]],
-    "momentum": [-1.0, NAN, INF, "x", None],
-    "eps": [-1.0, NAN, INF, "x", None],
-    "foreach": ["yes", 2],
-    "capturable": ["yes", None],
-    "differentiable": [True, "yes", None],
-}
-
-
 @damage
 def a_bad_setting(saved):
     group = saved.group()
-    key = saved.rng.choice([key for key in BAD_SETTINGS if key in group])
-    group[key] = saved.rng.choice(BAD_SETTINGS[key])
+    key = saved.rng.choice([key for key in BAD_WHEN_SAVED if key in group])
+    group[key] = saved.rng.choice(BAD_WHEN_SAVED[key])
     saved.named.append(key)
     return REFUSED
 

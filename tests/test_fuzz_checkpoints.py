@@ -7,7 +7,17 @@ import copy
 import re
 
 import lowbit_optim
-from fuzz import engine_of, generator, in_chunks, random_case, random_parameters, unfit
+from fuzz import (
+    STORAGE,
+    engine_of,
+    generator,
+    in_chunks,
+    random_case,
+    random_masters,
+    random_parameters,
+    random_storage,
+    unfit,
+)
 from fuzz_saved import (
     ACCEPTED,
     CONTROLS,
@@ -32,24 +42,21 @@ def in_groups(rng, params):
     return [{"params": half} for half in (params[:cut], params[cut:]) if half]
 
 
-def build(rng, case, params, bits=None):
-    bits = bits or rng.choice([8, 8, 32])
-    return case.build(params, bits, min_8bit_size=rng.choice([1, 1, 200]))
-
-
 def example(rng):
     """A trained optimizer's state dict, its case, and an optimizer that is to load it."""
     case = random_case(rng)
-    params = random_parameters(rng, rng.choices(SHAPES, k=3))
+    masters, dtypes = random_masters(rng)
+    params = random_parameters(rng, rng.choices(SHAPES, k=3), dtypes)
     groups = in_groups(rng, params)
-    source = build(rng, case, groups)
+    source = case.build(groups, master_weight_bits=masters, **random_storage(rng, case))
     if rng.random() < 0.4:
         for group in source.param_groups:
             group["percentile_clipping"] = 50
     train(source, rng.randrange(1, 4))
     values = copy.deepcopy(params)
     places = dict(zip(params, values, strict=True))
-    target = build(rng, case, [{"params": [places[p] for p in g["params"]]} for g in groups])
+    copies = [{"params": [places[p] for p in g["params"]]} for g in groups]
+    target = case.build(copies, master_weight_bits=masters, **random_storage(rng, case))
     if rng.random() < 0.5:
         train(target, 1, first=50)
     shapes = [p.shape for p in all_parameters(target)]
@@ -122,7 +129,7 @@ def replay_control(seed):
 
 def stored_alike(*optimizers):
     groups = [group for optimizer in optimizers for group in optimizer.param_groups]
-    return len({(group["optim_bits"], group["min_8bit_size"]) for group in groups}) == 1
+    return len({tuple(map(group.get, STORAGE)) for group in groups}) == 1
 
 
 def check_control(source, target, saved, same):

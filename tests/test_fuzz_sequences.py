@@ -14,11 +14,15 @@ import torch
 import lowbit_optim
 from fuzz import (
     NON_NEGATIVE,
+    STORAGE,
     engine_of,
     generator,
     in_chunks,
+    is_scale,
     random_case,
+    random_masters,
     random_parameters,
+    random_storage,
     steps_of,
 )
 from fuzz_operations import ACCEPTED, OPERATIONS, OVERRIDDEN, REFUSED, no_overrides, override
@@ -35,6 +39,7 @@ class World:
 
     Attributes:
         optimizer, twin: two that must not differ.
+        storage: how they were asked to keep their state.
         counts: how often each parameter has been stepped.
         lost: for each parameter, where a gradient was not finite; such a weight may be lost.
         huge: for each parameter, whether a gradient was huge.
@@ -42,11 +47,12 @@ class World:
 
     def __init__(self, rng, case):
         self.case = case
-        params = random_parameters(rng, rng.choices(SHAPES, k=3))
+        masters, dtypes = random_masters(rng)
+        params = random_parameters(rng, rng.choices(SHAPES, k=3), dtypes)
         cut = rng.randrange(1, 4)
         groups = [{"params": half} for half in (params[:cut], params[cut:]) if half]
-        self.bits = rng.choice([8, 8, 32])
-        self.optimizer = case.build(groups, self.bits, min_8bit_size=rng.choice([1, 1, 200]))
+        self.storage = {"master_weight_bits": masters, **random_storage(rng, case)}
+        self.optimizer = case.build(groups, **self.storage)
         self.counts, self.lost, self.huge = {}, {}, {}
         self.twin = copy.deepcopy(self.optimizer)
 
@@ -109,7 +115,7 @@ class World:
 
     def check_state(self, index, key, value, state, what):
         """8-bit state is finite whatever the gradients were."""
-        eight = key.endswith("_absmax")
+        eight = is_scale(key)
         if eight or key in NON_NEGATIVE:
             assert not bool((value < 0).any()), f"{what} is negative"
         if self.huge.get(index) and not eight:
@@ -137,11 +143,11 @@ class World:
         groups = [
             {
                 "params": [torch.nn.Parameter(p.detach().clone()) for p in group["params"]],
-                **{key: group[key] for key in ("optim_bits", "min_8bit_size")},
+                **{key: group[key] for key in STORAGE},
             }
             for group in optimizer.param_groups
         ]
-        fresh = self.case.build(groups, self.bits)
+        fresh = self.case.build(groups, **self.storage)
         old, new = map(all_parameters, (optimizer, fresh))
         for p, q in zip(old, new, strict=True):
             q.requires_grad_(p.requires_grad)
