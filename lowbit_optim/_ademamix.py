@@ -23,7 +23,7 @@ class AdEMAMix(LowBitOptimizer):
     With g the gradient and t the tensor's step:
 
         a_t = min(t / t_alpha, 1) alpha               alpha without `t_alpha`
-        1 / log(b) = (1 - s) / log(beta1) + s / log(beta3),   s = t / t_beta3
+        1 / log(b) = (1 - s) / log(beta1) + s / log(beta3),   s = min(t / t_beta3, 1)
         b_t = min(b, beta3)                           beta3 without `t_beta3`
         m1 = beta1 m1 + (1 - beta1) g
         m2 = b_t m2 + (1 - b_t) g

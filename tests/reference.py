@@ -250,7 +250,7 @@ def ademamix(p, g, state, *, lr=1e-3, betas=(0.9, 0.999, 0.9999), alpha=5.0, t_a
     if t_alpha is not None:
         alpha = min(t * alpha / t_alpha, alpha)
     if t_beta3 is not None:
-        fast, slow, done = math.log(beta1), math.log(beta3), t / t_beta3
+        fast, slow, done = math.log(beta1), math.log(beta3), min(t / t_beta3, 1)
         beta3 = min(math.exp(fast * slow / ((1 - done) * slow + done * fast)), beta3)
     m = _ema(state, "exp_avg", beta1, g)
     slow = _ema(state, "exp_avg_slow", beta3, g)

@@ -289,10 +289,15 @@ def test_lion_leaves_weights_without_gradient_alone(engine, device):
     assert (p[1::2] != before[1::2]).all()
 
 
-def test_ademamix_schedules_end_at_their_values():
-    """After the warm-up a step is that of constant alpha and beta3; before it, it is not."""
+@pytest.mark.parametrize("beta3", [0.9999, 0.8])
+def test_ademamix_schedules_end_at_their_values(beta3):
+    """After the warm-up a step is that of constant alpha and beta3; before it, it is not.
+
+    Of a beta3 below beta1, too, where the half-life would go on to fall.
+    """
     grads = [gradient(seed) for seed in range(6)]
-    scheduled = {"t_alpha": 4, "t_beta3": 4}
+    options = {"betas": (0.9, 0.999, beta3)}
+    scheduled = {**options, "t_alpha": 4, "t_beta3": 4}
     p, optimizer = stepped("AdEMAMix", scheduled, grads[:4])
     q = torch.nn.Parameter(p.detach().clone())
     constant = optimizer_class("AdEMAMix", 32)([q], lr=0.01)
@@ -305,7 +310,7 @@ def test_ademamix_schedules_end_at_their_values():
         constant.step()
     assert torch.equal(p, q)
     assert not torch.equal(
-        stepped("AdEMAMix", scheduled, grads)[0], stepped("AdEMAMix", {}, grads)[0]
+        stepped("AdEMAMix", scheduled, grads)[0], stepped("AdEMAMix", options, grads)[0]
     )
 
 

@@ -27,7 +27,7 @@ def prepare_ademamix(
     mixed = alpha * where(t_alpha == 0.0, 1.0, risen)
     done = step / where(t_beta3 == 0.0, 1.0, t_beta3)
     scheduled = minimum(exp(1.0 / ((1.0 - done) / log(beta1) + done / log(beta3))), beta3)
-    keep3 = where(t_beta3 == 0.0, beta3, scheduled)
+    keep3 = where(step < t_beta3, scheduled, beta3)
     shrink = 1.0 - lr * weight_decay
     return (
         1.0 - beta1, 1.0 - beta2, keep3, 1.0 - keep3, mixed * bias1, bias1 / sqrt(bias2),
