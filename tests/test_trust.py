@@ -11,6 +11,7 @@ import torch
 
 import cases
 import lowbit_optim
+import reference
 from lowbit_optim import LARS_PRESETS
 from protocol import give_gradients, identical, parameters, snapshot, train
 
@@ -134,6 +135,30 @@ def test_mlperfs_skipped_tensors_are_momentum_sgd_with_lr_inside(engine, device,
     assert cases.distance(skipped, want) < (1e-5 if bits == 32 else 0.02)
 
 
+@pytest.mark.parametrize(
+    ("options", "rates"),
+    [
+        ({"adapt": "wd", "skip_wd": True}, [0.1] * 4),
+        ({"trust_clip": True, "zero_norm": "skip_wd"}, [2.0] * 4),  # 1 is clipped to 1 / lr
+        ({"trust_clip": True}, [0.0, 0.0, 0.1, 0.1]),  # a momentum of gradients that move nothing
+    ],
+    ids=str,
+)
+def test_readings_that_only_some_learning_rates_or_decays_tell_apart(options, rates):
+    options = {"momentum": 0.9, "trust_coefficient": 0.02, "weight_decay": 0.05, **options}
+    tracks = [cases.TRACKS[name] for name in ("dense", "zero start", "zero gradient first")]
+    values, grads = cases.starts(tracks), cases.gradients(tracks, len(rates))
+    params = cases.as_params(values, torch.float64)
+    cases.walk(lowbit_optim.LARS(params, lr=1.0, **options), params, grads, rates)
+
+    def step(p, g, state, lr):
+        return reference.lars(p, g, state, lr=lr, **options)
+
+    wanted, _ = cases.walk_reference(step, values, grads, rates)
+    for p, want in zip(params, wanted, strict=True):
+        assert cases.distance(p, want) < 1e-12
+
+
 def test_the_cap_counts_a_learning_rate_inside_momentum():
     """Then ||u|| has lr in it, and a step is at most max_unorm ||p|| long."""
     for lr, bound in ((10.0, 0.02), (1e-4, None)):
@@ -144,3 +169,22 @@ def test_the_cap_counts_a_learning_rate_inside_momentum():
         optimizer.step()
         want = lr * float(p.grad.norm()) if bound is None else bound * float(before.norm())
         assert float((p.detach() - before).norm()) == pytest.approx(want, rel=1e-3)
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["SGD", "LARS", "Adam", "AdamW", "LAMB", "LANS", "ADOPT", "Lion", "RMSprop", "AdEMAMix", "Eve"],
+)
+def test_the_cap_counts_what_caution_leaves_of_an_update(name):
+    """The last step goes against the momentum of every other element, which stays."""
+    (p,) = parameters(shapes=[(300,)])
+    options = {"momentum": 0.9} if name in ("SGD", "LARS", "RMSprop") else {}
+    more = {"weight_decay": 0.0, "cautious": True, "args": SimpleNamespace(max_unorm=0.01)}
+    optimizer = build(f"{name}32bit", [p], lr=1.0, **options, **more)
+    for turned in (1.0, 1.0, -0.05):
+        before = p.detach().clone()
+        p.grad = torch.tensor([1.0, turned]).repeat(150)
+        optimizer.step()
+    moved = p.detach() - before
+    assert (moved[1::2] == 0).all()
+    assert float(moved.norm() / before.norm()) == pytest.approx(0.01, rel=1e-3)

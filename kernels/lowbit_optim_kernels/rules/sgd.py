@@ -86,7 +86,7 @@ def trust_ratio(
     tau = where(trust_clip == 1.0, where(bare, tau, clipped), tau)
     off = (adapt == 1.0) & (weight_decay == 0.0)
     tau = where(off, 1.0, tau)
-    wd = where(bare, where(off, wd, 0.0), wd)
+    wd = where(bare, 0.0, wd)
     inner = where(scale_at == AT_GRAD, tau, where(scale_at == AT_LR, lr * tau, 1.0))
     rate = where(scale_at == AT_GRAD, lr, where(scale_at == AT_LR, 1.0, lr * tau))
     return inner, rate, wd
