@@ -68,6 +68,29 @@ def test_ratio8_follows_32_bits(name, options, steps, limit):
     assert nmse(got, want) <= limit
 
 
+@pytest.mark.parametrize(
+    ("name", "options", "streams"),
+    [
+        ("AdamW8bit", {"dither": False, "betas": (0.99, 0.999)}, {}),
+        ("AdamW8bit", {"betas": (0.99, 0.999), "amsgrad": True}, {"exp_avg": 2, "exp_avg_sq": 3}),
+        ("AdamW4bit", {}, {"exp_avg": 2, "exp_avg_sq": 3}),
+        ("AdEMAMix8bit", {"betas": (0.9, 0.999, 0.99)}, {"exp_avg_slow": 4, "exp_avg_sq": 3}),
+        ("AdEMAMix8bit", {"betas": (0.99, 0.999, 0.9)}, {"exp_avg": 2, "exp_avg_sq": 3}),
+        ("Lion8bit", {"betas": (0.9, 0.999)}, {"exp_avg": 2}),
+        ("Lion8bit", {"betas": (0.999, 0.9)}, {}),
+        ("RMSprop8bit", {"alpha": 0.99, "centered": True, "momentum": 0.99},
+         {"variance": 3, "grad_avg": 2, "momentum_buffer": 4}),
+        ("RMSprop8bit", {"alpha": 0.9, "centered": True, "momentum": 0.99},
+         {"variance": 3, "momentum_buffer": 4}),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_which_moments_are_dithered_and_by_which_bits(name, options, streams):
+    """Squares and slow averages; no largest square so far, which would creep upward."""
+    optimizer = getattr(lowbit_optim, name)([zeros(3)], **options)
+    assert {m.key: m.stream for m in optimizer.rule().moments if m.stream} == streams
+
+
 def test_a_slow_average_is_twice_as_exact_in_ratio8():
     """AdEMAMix's, which makes all of the update at this alpha."""
     options = {**ADAMW, "betas": (0.9, 0.999, 0.9999), "alpha": 1e4}
