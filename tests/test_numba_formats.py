@@ -345,7 +345,7 @@ def test_weights_are_split_and_joined_as_on_torch(bits):
     patterns = np.concatenate([patterns.ravel(), tops, tops | np.uint32(1 << 31)])
     patterns = np.resize(patterns, len(patterns) // 16 * 16)
     patterns = np.concatenate([patterns, rng.integers(0, 2**32, 1600, dtype=np.uint32)])
-    patterns[:16] = np.resize(tops, 16) | np.uint32(1 << 31)
+    patterns[16:32] = np.resize(tops, 16) | np.uint32(1 << 31)  # behind those next to zero
     random = rng.integers(0, 2**32, len(patterns), dtype=np.uint32)
     n, width = len(patterns), kept.extra // 8
     p, back = np.zeros(n, np.int16), np.zeros(n, np.float32)

@@ -88,8 +88,8 @@ def split(w: Tensor, extra: int, random: Tensor | None) -> tuple[Tensor, Tensor]
     half = (1 << extra) >> 1
     high = torch.where(full, kept, kept + half) >> extra
     low = (kept - (high << extra)).clamp(max=max(half - 1, 0))
-    nan, infinite = magnitude > INFINITE, magnitude == INFINITE
-    low = torch.where(nan | infinite | ((high & 0x7FFF) == 0), 0, low)
+    nan = magnitude > INFINITE
+    low = torch.where(nan | ((high & 0x7FFF) == 0), 0, low)
     high = torch.where(nan, NAN, high)
     signed = (high ^ 0x8000) - 0x8000
     return signed.to(torch.int16).view(torch.bfloat16), low

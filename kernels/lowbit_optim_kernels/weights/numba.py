@@ -61,6 +61,7 @@ def split(b: ir.IRBuilder, w: ir.Value, bits: ir.Value, extra: int) -> tuple[ir.
     pattern = b.bitcast(w, vector(i32))
     magnitude, dropped = b.and_(pattern, _number(0x7FFFFFFF)), 16 - extra
     full = b.icmp_signed(">=", magnitude, _number(ROOM))
+    nan = b.icmp_signed(">", magnitude, _number(INFINITE))
     if dropped:
         added = b.lshr(b.bitcast(bits, vector(i32)), _number(32 - dropped))
         pattern = b.lshr(b.add(pattern, _zero_where(b, full, added)), _number(dropped))
@@ -70,9 +71,7 @@ def split(b: ir.IRBuilder, w: ir.Value, bits: ir.Value, extra: int) -> tuple[ir.
         high = b.lshr(b.add(pattern, _zero_where(b, full, _number(half))), _number(extra))
         low = b.sub(pattern, b.shl(high, _number(extra)))
         low = b.select(b.icmp_signed("<", low, _number(half)), low, _number(half - 1))
-        unbounded = b.icmp_signed(">=", magnitude, _number(INFINITE))
-        low = _zero_where(b, b.or_(unbounded, _is_zero(b, high)), low)
-    nan = b.icmp_signed(">", magnitude, _number(INFINITE))
+        low = _zero_where(b, b.or_(nan, _is_zero(b, high)), low)
     return b.select(nan, _number(NAN), high), low
 
 

@@ -193,7 +193,7 @@ def ratio_scale(largest, levels, dithered):
     scale = largest / levels
     if not dithered:
         scale = _nearest_bf16(scale)
-    return scale if scale >= _LEAST and scale <= _LARGEST else _NONE
+    return scale if scale >= _LEAST else _NONE
 
 
 @inner
