@@ -154,9 +154,11 @@ def test_zero_is_exact_and_a_zero_block_has_no_scale(engine, device, signed):
     assert not np.signbit(values).any()
 
 
-@pytest.mark.parametrize("tiny", [1e-7, 1e-20, 1e-37], ids=str)
-def test_a_positive_second_moment_never_becomes_zero(engine, device, tiny):
-    x = np.array([1.0, tiny, 0.0], np.float32)
+@pytest.mark.parametrize(
+    ("largest", "tiny"), [(1.0, 1e-7), (1.0, 1e-20), (1.0, 1e-37), (1e30, 1e-37)]
+)
+def test_a_positive_second_moment_never_becomes_zero(engine, device, largest, tiny):
+    x = np.array([largest, tiny, 0.0], np.float32)
     codes, absmax = quantize(x, False, device)
     assert codes.tolist() == [255, 1, 0]
     assert dequantize(codes, absmax, False, device)[1] > 0

@@ -373,6 +373,16 @@ def test_a_tensor_without_rows_is_stepped_with_the_others(engine, device, format
     assert all(int(optimizer.state[p]["step"]) == 2 for p in params)
 
 
+@pytest.mark.parametrize("momentum", [0.9, 0.99])
+def test_the_largest_numbers_have_a_finite_scale(engine, device, momentum):
+    """In bf16, which ends below fp32; that of the larger momentum is dithered."""
+    p = torch.nn.Parameter(torch.zeros(640, device=device))
+    optimizer = lowbit_optim.SGD8bit([p], 0.0, momentum, state_format="ratio8", min_8bit_size=1)
+    p.grad = torch.full((640,), torch.finfo(torch.float32).max, device=device)
+    optimizer.step()
+    assert (optimizer.state[p]["momentum_buffer_scale"] == torch.finfo(torch.bfloat16).max).all()
+
+
 def test_without_dither_nothing_is_random():
     """`dither=False` rounds to nearest: seeds change nothing, and codes repeat."""
     runs = []

@@ -60,6 +60,22 @@ def test_a_format_of_two_functions_steps_as_on_torch(monkeypatch, block):
             assert x.numel() == 0 or (s[key].int() - t[key].int()).abs().max() <= 1
 
 
+def test_rows_of_whole_blocks_keep_the_random_bits_of_their_weights(monkeypatch):
+    """Which are counted in blocks of 64 that begin with every row, whatever the format's are."""
+    monkeypatch.setitem(formats.FORMATS, "toy", Toy(block=32))
+    stepped = []
+    for engine in ENGINES:
+        p = torch.nn.Parameter(torch.ones(50, 96, dtype=torch.bfloat16))
+        optimizer = lowbit_optim.AdamW8bit([p], 1e-3, master_weight_bits=16, min_8bit_size=0)
+        optimizer.param_groups[0]["state_format"] = "toy"
+        p.grad = torch.ones_like(p)
+        with lowbit_optim.use_engine(engine):
+            optimizer.step()
+        stepped.append(p.detach())
+    assert len(stepped[0].unique()) == 2
+    assert (stepped[0] != stepped[1]).float().mean() < 0.01
+
+
 @pytest.mark.parametrize("block", [64, 256])
 def test_an_element_with_a_bad_number_starts_again_in_all_moments(monkeypatch, block):
     monkeypatch.setitem(formats.FORMATS, "toy", Toy(block=block))
@@ -204,6 +220,20 @@ def test_short_blocks_are_filled_up_with_whole_elements():
     enter = memory.enter
     njit(lambda at, to: enter(at, to, 3, 8, 2, -300))(home.ctypes.data, spare.ctypes.data)
     assert spare.tolist() == [0, 1, 2] + 5 * [-300]
+
+
+def test_fp32_is_rounded_to_bf16_as_by_torch():
+    from numba import njit
+
+    ends = [0, 0x8000, 0x18000, 0x8001, 0x7FFF, 0x7F7FFFFF, 0x7F800000, 0x7FFFFFFF]
+    bits = np.uint32([*ends, *(x | 1 << 31 for x in ends)])  # the last is NaN
+    rounded = np.zeros(16, np.int16)
+    load, store = memory.load_f32, memory.store_bf16
+    njit(lambda at, to: store(to, load(at)))(bits.ctypes.data, rounded.ctypes.data)
+    got = torch.from_numpy(rounded).view(torch.bfloat16)
+    want = torch.from_numpy(bits.view(np.float32)).bfloat16()
+    assert torch.equal(got.isnan(), want.isnan())
+    assert torch.equal(got[~got.isnan()].view(torch.int16), want[~got.isnan()].view(torch.int16))
 
 
 @pytest.mark.parametrize(("numba", "block"), [("", 256), ("toy_format", 40)])
