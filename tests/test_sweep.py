@@ -88,7 +88,21 @@ def released_apart_and_together():
     return snapshot(optimizer)
 
 
-@pytest.mark.parametrize("steps", [of_one_memory, released_apart_and_together])
+def of_one_memory_by_two_rules():
+    """The weights after a step of the second of two such groups, whose plan later steps reuse."""
+    (p,) = parameters(shapes=[(70, 100)])
+    pair = [torch.nn.Parameter(p.data) for _ in range(2)]
+    groups = [{"params": pair[:1], "amsgrad": True}, {"params": pair[1:]}]
+    optimizer = lowbit_optim.LAMB8bit(groups, lr=0.1, trust_coefficient=1.0)
+    for step, some in enumerate((pair[1:], pair, pair)):
+        give_gradients(some, step)
+        optimizer.step()
+    return snapshot(optimizer)
+
+
+@pytest.mark.parametrize(
+    "steps", [of_one_memory, released_apart_and_together, of_one_memory_by_two_rules]
+)
 def test_norms_are_taken_before_another_group_writes_the_same_memory(steps, monkeypatch):
     with monkeypatch.context() as patch:
         pass_by_pass(patch)

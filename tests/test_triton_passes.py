@@ -53,6 +53,19 @@ def test_tables_that_steps_share_are_there_for_every_stream(format):
     assert {name for name, place in noted.seen if place == "meta"} == {torch.ops.aten._to_copy}
 
 
+def test_what_begins_to_multiply_gradients_is_seen():
+    """Kernels are compiled with or without it, and tables kept from step to step."""
+    p = torch.nn.Parameter(torch.ones(300, device=DEVICE))
+    p.grad = torch.linspace(-1.0, 1.0, 300, device=DEVICE)
+    optimizer = lowbit_optim.SGD([p], lr=0.5)
+    with lowbit_optim.use_engine("triton"):
+        for maximize, scale in ((False, None), (True, None), (False, None), (False, 4.0)):
+            optimizer.param_groups[0]["maximize"] = maximize
+            optimizer.grad_scale = None if scale is None else torch.tensor(scale, device=DEVICE)
+            optimizer.step()
+    torch.testing.assert_close(p.detach(), 1.0 - 0.5 * (1 - 1 + 1 + 0.25) * p.grad)
+
+
 def test_addresses_are_64_bit():
     """Those of Intel's GPUs have the upper bit set; the kernels read the same bits as a number."""
     target = torch.zeros(2, 2, dtype=torch.int64)
