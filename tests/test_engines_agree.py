@@ -160,3 +160,17 @@ def test_two_groups_with_their_own_options(engine, device, case):
     for key in case.moments:
         assert optimizer.state[a][key].dtype == torch.float32
         assert optimizer.state[b][key].dtype == torch.uint8
+
+
+def test_ratios_that_are_too_small_for_a_scale_are_zero(engine, device):
+    """Of gradients that have nearly vanished, while their squares are remembered."""
+    p = torch.nn.Parameter(torch.zeros(640, device=device))
+    options = {"betas": (0.0, 0.999), "state_format": "ratio8", "min_8bit_size": 1}
+    optimizer = lowbit_optim.AdamW8bit([p], **options)
+    for size in (1e3, 4e-36):
+        p.grad = torch.linspace(size / 2, size, 640, device=device)
+        optimizer.step()
+    state = optimizer.state[p]
+    assert (state["exp_avg_scale"] == 0).all()
+    assert (state["exp_avg"] == 128).all()
+    assert (state["exp_avg_sq"] > 128).all()

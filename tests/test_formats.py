@@ -381,6 +381,7 @@ def test_the_largest_numbers_have_a_finite_scale(engine, device, momentum):
     p.grad = torch.full((640,), torch.finfo(torch.float32).max, device=device)
     optimizer.step()
     assert (optimizer.state[p]["momentum_buffer_scale"] == torch.finfo(torch.bfloat16).max).all()
+    assert (optimizer.state[p]["momentum_buffer"] == 255).all()
 
 
 def test_without_dither_nothing_is_random():

@@ -20,8 +20,12 @@ from lowbit_optim_kernels import dither, weights
 from lowbit_optim_kernels.batch import WEIGHT_BLOCK
 from lowbit_optim_kernels.engines.triton import engine as engine_triton
 from lowbit_optim_kernels.engines.triton import grid, random
+from lowbit_optim_kernels.engines.triton.primitives import ROLES
 from lowbit_optim_kernels.formats import dynamic8
 from lowbit_optim_kernels.formats.dynamic8 import triton_tables
+from lowbit_optim_kernels.formats.ratio import triton as triton8
+from lowbit_optim_kernels.formats.ratio import triton4
+from lowbit_optim_kernels.rules import RATIO, SQUARE
 from lowbit_optim_kernels.weights import triton as triton_weights
 
 pytestmark = pytest.mark.gpu
@@ -307,6 +311,33 @@ def split_kernel(
     if EXTRA > 0:
         tl.store(low + at, residual)
     tl.store(back + at, triton_weights.read(p, residual, EXTRA, PTX))
+
+
+@triton.jit
+def largest_kernel(m, v, codes, FOUR: tl.constexpr, MOMENTS: tl.constexpr):
+    at = tl.arange(0, 16)[:, None] * 64 + tl.arange(0, 64)[None, :]
+    bits = (at * 0 - 1).to(tl.uint32)
+    values = tl.load(m + at), tl.load(v + at)
+    if FOUR:
+        tops = triton4.scales(values, MOMENTS, 16, False)
+        coded = triton4.encode(values, tops, (bits, bits), m, 0, MOMENTS, False)
+    else:
+        tops = triton8.scales(values, MOMENTS, 16, False)
+        coded = triton8.encode(values, tops, (bits, bits), m, 1, MOMENTS, False)
+    tl.store(codes + at, coded)
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+def test_the_largest_square_has_the_top_code_by_any_random_bits(bits):
+    """A root that is rounded up by the most would else have one beyond, which is that of zero."""
+    v = torch.rand(16, 64, generator=torch.Generator().manual_seed(0)).to(DEVICE)
+    codes = torch.zeros(16, 64, dtype=torch.uint8, device=DEVICE)
+    ratio, square = (
+        (True, ROLES.index(RATIO), 1, False, 1),
+        (False, ROLES.index(SQUARE), 0, False, 2),
+    )
+    largest_kernel[(1,)](v.sqrt(), v, codes, FOUR=bits == 4, MOMENTS=(ratio, square))
+    assert (codes.gather(1, v.argmax(1, keepdim=True)) == 255).all()
 
 
 def weights_of_all_kinds():
