@@ -5,6 +5,7 @@ import torch
 
 import lowbit_optim
 from lowbit_optim_kernels import reading
+from lowbit_optim_kernels.overlaps import memory_of, turns_of
 from protocol import ANY_GRADIENT, give_gradients, identical, parameters, snapshot, train
 
 SHAPES = ((4, 70, 3, 3), (5, 3, 2, 2), (300,))
@@ -165,3 +166,13 @@ def test_norms_of_one_memory_are_those_before_the_step(engine, device):
             optimizer.step()
         ends.append(base)
     torch.testing.assert_close(*ends)
+
+
+def test_each_memory_comes_after_all_before_it_that_it_overlaps():
+    """Neighbours do not overlap, nor does what has no elements."""
+    memories = [(0, 8), (8, 16), (4, 12), (0, 0), (0, 16), (14, 20), (0, 0)]
+    assert turns_of(memories) == [0, 0, 1, 0, 2, 3, 0]
+    whole = torch.zeros(10, 4)
+    start, end = memory_of(whole)
+    assert memory_of(whole[:, 1]) == (start + 4, end - 8)
+    assert memory_of(whole[:0]) == memory_of(whole[:, :0]) == (0, 0)
