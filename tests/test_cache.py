@@ -7,6 +7,7 @@ import os
 import sys
 import tempfile
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -15,6 +16,7 @@ from lowbit_optim_kernels.codegen import module_cache
 from protocol import FORK, python
 
 pytest.importorskip("numba")
+from lowbit_optim_kernels.engines.numba import cache
 
 KILLS = "LOWBIT_OPTIM_TEST_KILLS"  # how many processes the stress test kills
 
@@ -306,3 +308,15 @@ def test_what_inspect_gives_a_compiler_is_the_text_that_ran(tmp_path, monkeypatc
     assert module_cache.import_source("test", text, ()).answer() == 42
     assert path.read_text() == text
     del sys.modules[module.__name__]
+
+
+def test_code_for_another_processor_is_not_looked_for(monkeypatch):
+    """A folder that several machines share has it too, and it would end the process."""
+    sought, module = [], SimpleNamespace(__name__="generated", share=None)
+    monkeypatch.setattr(cache, "_made", {})
+    monkeypatch.setattr(cache, "_compiled", lambda function, key: (1, None))
+    monkeypatch.setattr(module_cache, "load", sought.append)
+    for processor in ("one", "another", "one"):
+        monkeypatch.setattr(cache, "processor", lambda name=processor: name)
+        cache.c_function(module, "share")
+    assert len(sought) == len(set(sought)) == 2

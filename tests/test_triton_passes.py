@@ -23,6 +23,7 @@ from lowbit_optim_kernels.formats import Format, Part
 from lowbit_optim_kernels.formats.dynamic8 import DYNAMIC8
 from lowbit_optim_kernels.formats.float32 import FLOAT32
 from lowbit_optim_kernels.rules import adam
+from lowbit_optim_kernels.weights import WEIGHTS
 
 pytestmark = pytest.mark.gpu
 
@@ -335,6 +336,19 @@ def test_a_block_that_does_not_fit_a_tile_is_refused():
 
     with pytest.raises(ValueError, match="blocks of 4096"):
         grid.blocks_of_tile(Linear8("huge", 4096))
+
+
+def test_kinds_have_one_order_by_all_that_tells_them_apart():
+    """So that the same kinds share what is compiled, in whichever order the tensors come."""
+    kind = kinds.Kind(torch.float32, torch.float32, DYNAMIC8, True, 16)
+    others = {
+        "p": torch.bfloat16, "g": torch.bfloat16, "format": FLOAT32, "whole": False, "align": 4,
+        "weights": WEIGHTS[16], "far": True, "blocks": kinds.FULL, "short": 16, "shifted": True,
+        "spanned": True,
+    }  # fmt: skip
+    assert others.keys() == set(kinds.Kind._fields)
+    for field, value in others.items():
+        assert grid._order(kind._replace(**{field: value})) != grid._order(kind), field
 
 
 def test_kernels_find_the_constants_of_a_kind_by_their_names():
