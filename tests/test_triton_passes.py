@@ -271,6 +271,24 @@ def test_a_format_of_any_block_is_as_on_torch(linear8):
     assert_as_on_torch(got, steps("torch", linear8))
 
 
+@pytest.mark.parametrize("block", [16, 32])
+def test_weights_of_short_blocks_have_random_bits_of_their_own(block, monkeypatch):
+    """Which are counted in blocks of 64 that begin with every row, whatever the format's are."""
+    format = Linear8(f"linear8_{block}", block)
+    monkeypatch.setitem(formats.FORMATS, format.name, format)
+    stepped = []
+    for engine, device in (("triton", DEVICE), ("torch", "cpu")):
+        p = torch.nn.Parameter(torch.ones(20, 96, dtype=torch.bfloat16, device=device))
+        optimizer = lowbit_optim.AdamW8bit([p], 1e-3, master_weight_bits=16, min_8bit_size=1)
+        optimizer.param_groups[0].update(state_format=format.name, dither=False)
+        p.grad = torch.ones_like(p)
+        with lowbit_optim.use_engine(engine):
+            optimizer.step()
+        stepped.append(p.detach().cpu())
+    assert len(stepped[1].unique()) == 2
+    assert (stepped[0] != stepped[1]).float().mean() < 0.01
+
+
 @pytest.mark.parametrize("last", [True, False])
 @pytest.mark.few
 def test_one_moment_may_stay_exact(linear8, last, monkeypatch):
