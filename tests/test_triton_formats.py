@@ -336,7 +336,9 @@ def test_the_largest_square_has_the_top_code_by_any_random_bits(bits):
         (True, ROLES.index(RATIO), 1, False, 1),
         (False, ROLES.index(SQUARE), 0, False, 2),
     )
-    largest_kernel[(1,)](v.sqrt(), v, codes, FOUR=bits == 4, MOMENTS=(ratio, square))
+    largest_kernel[(1,)](
+        v.sqrt(), v, codes, FOUR=bits == 4, MOMENTS=(ratio, square), **engine_triton.OPTIONS
+    )
     assert (codes.gather(1, v.argmax(1, keepdim=True)) == 255).all()
 
 
