@@ -175,6 +175,8 @@ def test_a_thread_without_a_block_runs_what_was_asked_for_last(threads):
         other = threads(1, use_engine("numba").__enter__)
         assert threads(0, here) == NUMBA
         assert here() == TORCH
+        use_engine("torch")  # in the older of the two blocks
+        assert threads(0, here) == TORCH
         threads(1, other.__exit__, None, None, None)
         assert threads(0, here) == TORCH
     assert threads(0, here) == NOBODY
