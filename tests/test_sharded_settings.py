@@ -6,8 +6,8 @@ import math
 import pytest
 import torch
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import Shard, distribute_tensor
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 import lowbit_optim
 import sharded
@@ -146,14 +146,65 @@ def damaged(rank, world, folder):
             with pytest.raises(ValueError, match=r"parameter|state dicts differ"):
                 loading.load_state_dict(saved)
             assert not loading.state
-    loading.load_state_dict(optimizer.state_dict())
-    weights = [torch.ones(n + (rank == world - 1)) for n in lengths]
+    saved = optimizer.state_dict()
+    if rank == world - 1:  # in another order, which says nothing
+        saved["state"] = {i: dict(reversed(one.items())) for i, one in saved["state"].items()}
+    loading.load_state_dict(saved)
     before = sharded.everything(params, loading)
-    with pytest.raises(ValueError, match=r"the weight 0 has shape"):
-        lowbit_optim.load_master_weights(loading, weights)
-    assert identical(sharded.everything(params, loading), before)
+    for bad, said in ((torch.ones(1), "has shape"), (torch.ones(LENGTH).int(), "must be a float")):
+        weights = [bad if rank == world - 1 else torch.ones(LENGTH), torch.ones(lengths[1])]
+        with pytest.raises((ValueError, TypeError), match=f"the weight 0 {said}"):
+            lowbit_optim.load_master_weights(loading, weights)
+        assert identical(sharded.everything(params, loading), before)
 
 
 @pytest.mark.parametrize("world", [2, 3])
 def test_what_is_wrong_on_one_rank_is_refused_by_all(world, tmp_path):
     sharded.run(world, damaged, str(tmp_path))
+
+
+def of_experts(rank, world, folder):
+    """Of a parameter that all hold shards of and one that some do, state differs in the latter."""
+    all_of_them = init_device_mesh("cpu", (1, world))
+    some, alone = (DeviceMesh("cpu", ranks) for ranks in ([0, 1], [world - 1]))
+    params = [
+        nn.Parameter(distribute_tensor(vector(0, 60), mesh, placements))
+        for mesh, placements in (
+            (all_of_them, [Replicate(), Shard(0)]),
+            (alone if rank == world - 1 else some, [Shard(0)]),
+        )
+    ]
+    optimizer = lowbit_optim.AdamW8bit(params, lr=0.01)
+    for p in params:
+        p.grad = p.detach().clone()
+    optimizer.step()
+    saved = optimizer.state_dict()
+    if rank == 0:
+        del saved["state"][1]
+    before = sharded.everything(params, optimizer)
+    with pytest.raises(ValueError, match=r"state dicts differ: .* have no state on some and shard"):
+        optimizer.load_state_dict(saved)
+    assert identical(sharded.everything(params, optimizer), before)
+
+
+def test_a_difference_between_some_ranks_is_refused_by_all(tmp_path):
+    sharded.run(3, of_experts, str(tmp_path))
+
+
+def outside(rank, world, folder):
+    """A parameter is on a mesh that the last rank is not part of, and is refused by all."""
+    meshes = (DeviceMesh("cpu", ranks) for ranks in (list(range(world)), list(range(world - 1))))
+    params = [nn.Parameter(distribute_tensor(vector(0, 60), mesh, [Shard(0)])) for mesh in meshes]
+    optimizer = lowbit_optim.AdamW8bit(params)
+    alone = [nn.Parameter(vector(0, 60)) for _ in params]
+    saves = lowbit_optim.AdamW8bit(alone)
+    for p in alone:
+        p.grad = torch.ones_like(p)
+    saves.step()
+    with pytest.raises((ValueError, RuntimeError), match="this process is not part of; leave"):
+        optimizer.load_state_dict(saves.state_dict())
+    assert not optimizer.state
+
+
+def test_state_of_a_parameter_that_a_rank_has_no_part_of_is_refused_by_all(tmp_path):
+    sharded.run(2, outside, str(tmp_path))
