@@ -77,6 +77,10 @@ def specs_of_gradients(rank, world, folder):
     replicated = DTensor.from_local(torch.ones(3), mesh, [Replicate()])
     assert locals_of([replicated]) is None
     assert locals_of([torch.ones(3)]) is None
+    assert _sharding.Locals([p, p])([g, replicated]) is None
+    elsewhere = init_device_mesh("cpu", (world,), mesh_dim_names=("other",))
+    assert locals_of([DTensor.from_local(torch.ones(3), elsewhere, [Shard(0)])]) is None
+    assert _sharding.Locals([p, torch.ones(3)])([g, g]) is None
     assert locals_of([p]) is not None
     optimizer = lowbit_optim.AdamW32bit([p])
     for _ in range(2):

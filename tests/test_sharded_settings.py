@@ -11,6 +11,7 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 import lowbit_optim
 import sharded
+from lowbit_optim._sharding import is_dtensor
 from protocol import identical
 
 pytestmark = pytest.mark.timeout(120)
@@ -150,6 +151,8 @@ def damaged(rank, world, folder):
     if rank == world - 1:  # in another order, which says nothing
         saved["state"] = {i: dict(reversed(one.items())) for i, one in saved["state"].items()}
     loading.load_state_dict(saved)
+    kept = [x.to_local() for p in params for x in loading.state[p].values() if is_dtensor(x)]
+    assert all(x.untyped_storage().nbytes() == x.nbytes for x in kept)  # not the whole ones'
     before = sharded.everything(params, loading)
     for bad, said in ((torch.ones(1), "has shape"), (torch.ones(LENGTH).int(), "must be a float")):
         weights = [bad if rank == world - 1 else torch.ones(LENGTH), torch.ones(lengths[1])]

@@ -1,7 +1,7 @@
 """What torch.distributed does with sharded optimizers, beside plain steps and DCP's functions.
 
-One world of two ranks runs all cases of this file, each of which compares with one process; HSDP
-has four.
+One world of two ranks runs all cases of this file, each of which compares with one process; those
+on a mesh of two dimensions have four.
 """
 
 import copy
@@ -308,6 +308,32 @@ def hybrid(rank, world, folder):
                 torch.testing.assert_close(p, other, rtol=1e-5, atol=1e-6)
 
 
+def placed_in_two_ways(rank, world, folder):
+    """What is stepped whole is gathered apart where one mesh has it placed otherwise."""
+    square = init_device_mesh("cpu", (2, 2))
+    ways = [Replicate(), Shard(0)], [Shard(0), Replicate()]
+    plain = [torch.nn.Parameter(x) for x in sharded.values()]
+    params = [
+        torch.nn.Parameter(distribute_tensor(p.detach(), square, ways[i % 2]))
+        for i, p in enumerate(plain)
+    ]
+    optimizer, alone = (sharded.build("AdamW8bit", some) for some in (params, plain))
+    for step in range(3):
+        for p, q, g in zip(params, plain, sharded.gradients(step), strict=True):
+            p.grad, q.grad = distribute_tensor(g, square, p.placements), g
+        optimizer.step()
+        alone.step()
+    (plan,) = optimizer.plans.values()
+    assert {i % 2 for i in plan.gathered.index} == {0, 1}
+    for p, q in zip(params, plain, strict=True):
+        assert torch.equal(p.full_tensor(), q)
+
+
+def two_dimensions(rank, world, folder):
+    for case in (hybrid, placed_in_two_ways):
+        case(rank, world, folder)
+
+
 @sharded.fully_shard_averages
 @pytest.mark.slow
 def test_two_ranks(tmp_path):
@@ -316,5 +342,5 @@ def test_two_ranks(tmp_path):
 
 @sharded.fully_shard_averages
 @pytest.mark.slow
-def test_hsdp_on_four_ranks(tmp_path):
-    sharded.run(4, hybrid, str(tmp_path))
+def test_four_ranks_of_two_dimensions(tmp_path):
+    sharded.run(4, two_dimensions, str(tmp_path))
