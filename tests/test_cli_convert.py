@@ -238,6 +238,18 @@ def test_a_state_that_a_file_holds_twice_is_converted_at_both_places(tmp_path):
     assert_equal(first, new)
 
 
+def test_a_scale_a_block_becomes_one_a_tensor(tmp_path):
+    """The two layouts of 8-bit LAMB, of codes that are bitsandbytes' already."""
+    optimizer = stepped(lowbit_optim.LAMB8bit, "LAMB")
+    state = lowbit_optim.to_bitsandbytes_state_dict(optimizer, "nested")
+    torch.save({"optimizer": state}, tmp_path / "nested.pt")
+    whole = "--to", "bitsandbytes", "--layout", "flat", "-o", "LAMB"
+    new = converted(tmp_path / "nested.pt", tmp_path / "flat.pt", *whole)["state"]
+    scales = [one[f"max{i}"] for one in new.values() if "qmap1" in one for i in (1, 2)]
+    assert scales
+    assert all(x.shape == (1,) for x in scales)
+
+
 @pytest.mark.parametrize("format", ["ratio8", "ratio4"])
 def test_a_format_that_bitsandbytes_lacks_is_refused(tmp_path, format):
     run = saved(tmp_path / "run.pt", stepped(lowbit_optim.AdamW8bit, "AdamW"))

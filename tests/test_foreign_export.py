@@ -264,7 +264,10 @@ def test_torch_has_fewer(name):
 )
 def test_a_setting_that_bitsandbytes_has_not(name, options):
     key, value = list(options.items())[-1]
-    optimizer = build(name, params_of([(5,)]), **options)
+    params = params_of([(5,), (5,)])
+    params[0].grad = torch.ones(5)  # the other one has not begun
+    optimizer = build(name, params, **options)
+    optimizer.step()
     match = f"parameter group 0 has {key}={value!r}, and bitsandbytes has only"
     with pytest.raises(ValueError, match=match):
         to_bitsandbytes_state_dict(optimizer)

@@ -70,10 +70,11 @@ def test_a_file_of_torchao_is_read(name, bits):
     assert int(optimizer.state[params[1]]["step"]) == 3
 
 
-def test_other_blocks_and_books_are_read_as_numbers():
-    (p,) = params_of([(4, 300)])
+@pytest.mark.parametrize(("shape", "block"), [((4, 300), 100), ((64,), 32)])
+def test_other_blocks_and_books_are_read_as_numbers(shape, block):
+    (p,) = params_of([shape])
     codes = torch.randint(0, 256, p.shape, dtype=torch.uint8)
-    book, scale = create_dynamic_map(), torch.rand(12)
+    book, scale = create_dynamic_map(), torch.rand(p.numel() // block)
     moments = {
         "exp_avg": Stored(p.shape, codes=codes, scale=scale, qmap=book),
         "exp_avg_sq": Stored(p.shape, codes=codes, scale=scale, qmap=book.abs().sort().values),
@@ -84,8 +85,8 @@ def test_other_blocks_and_books_are_read_as_numbers():
         "param_groups": [{**group, "params": [0]}],
     }
     got = read(load(lowbit_optim.Adam32bit([p]), saved, "torchao"), p)
-    assert torch.equal(got["exp_avg"], numbers_of(codes, scale, book, 100))
-    want = numbers_of(codes, scale, book.abs().sort().values, 100)
+    assert torch.equal(got["exp_avg"], numbers_of(codes, scale, book, block))
+    want = numbers_of(codes, scale, book.abs().sort().values, block)
     assert torch.equal(got["exp_avg_sq"], want)
 
 
