@@ -88,16 +88,22 @@ def test_gradients_go_during_the_backward_pass():
     assert all(map(torch.equal, after, net.parameters()))
     optimizer.step()
     assert not any(map(torch.equal, after, net.parameters()))
-    release_gradients(optimizer).remove()  # may be had again
+    again = release_gradients(optimizer)  # may be had again
+    handle.remove()  # which is not that of the other
+    with pytest.raises(ValueError, match="released already; call remove"):
+        release_gradients(optimizer)
+    again.remove()
 
 
 def test_a_bucket_that_is_not_full_is_stepped_by_step():
     net = model()
     optimizer = lowbit_optim.AdamW8bit(net.parameters())
-    handle = release_gradients(optimizer)
-    before = [p.detach().clone() for p in net.parameters()]
-    backward(net, 0)
-    assert all(map(torch.equal, before, net.parameters()))
+    handle = release_gradients(optimizer, bucket_bytes=1 << 15)
+    for t in range(2):  # what waited in the first has no part in the second
+        optimizer.step()
+        before = [p.detach().clone() for p in net.parameters()]
+        backward(net, t)
+        assert all(map(torch.equal, before, net.parameters()))
     handle.remove()
     assert all(p.grad is not None for p in net.parameters()), "what waited is not lost"
     optimizer.step()
@@ -338,6 +344,7 @@ def test_bad_arguments():
     with pytest.raises(ValueError, match="by another optimizer already; call remove"):
         release_gradients(lowbit_optim.SGD(net.parameters()))
     handle.remove()
+    release_gradients(lowbit_optim.SGD(net.parameters()))
 
 
 def test_ddp_is_refused(tmp_path):

@@ -97,6 +97,16 @@ def test_groups_in_another_order_share_the_norm():
     assert not any(NORM in group for group in optimizer.param_groups)
 
 
+def test_the_norm_of_bf16_gradients_is_added_up_in_more_bits():
+    net = model(torch.bfloat16)
+    optimizer = lowbit_optim.AdamW8bit(net.parameters())
+    release_gradients(optimizer, clip_previous_norm=1.0)
+    backward(net, 0)
+    norm = math.sqrt(sum(float(p.grad.double().square().sum()) for p in net.parameters()))
+    optimizer.step()
+    assert float(optimizer.param_groups[0][NORM]) == pytest.approx(norm, rel=1e-5)
+
+
 def test_a_norm_that_is_not_finite_clips_nothing():
     net = model()
     optimizer = lowbit_optim.AdamW8bit(net.parameters())

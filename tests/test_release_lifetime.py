@@ -26,6 +26,18 @@ def test_a_model_that_is_dropped_is_gone():
     assert all(reference() is None for reference in dropped)
 
 
+def test_a_handle_that_was_removed_holds_nothing_that_waited():
+    net = model()
+    optimizer = lowbit_optim.AdamW8bit(net.parameters())
+    handle = release_gradients(optimizer, net)
+    backward(net, 0)
+    handle.remove()
+    weight = weakref.ref(net[0].weight)
+    del optimizer, net
+    gc.collect()
+    assert weight() is None
+
+
 def test_a_parameter_that_is_replaced_is_gone():
     net = model()
     optimizer = lowbit_optim.AdamW8bit(net.parameters())

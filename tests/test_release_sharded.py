@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import Shard, distribute_tensor
 
 import lowbit_optim
 import sharded
@@ -57,6 +58,18 @@ def both(rank, world, folder):
         assert any("master_residual" in state for state in want["state"])
 
 
+def clipped(rank, world, folder):
+    """The norm is that of all shards, also over two dimensions of a mesh."""
+    placed = init_device_mesh("cpu", (2, 2)), [Shard(0), Shard(0)]
+    p = torch.nn.Parameter(distribute_tensor(torch.ones(10), *placed))
+    optimizer = lowbit_optim.SGD([p], lr=1.0)
+    lowbit_optim.release_gradients(optimizer, clip_previous_norm=1.0)
+    p.grad = distribute_tensor(torch.arange(10.0), *placed)
+    optimizer.step()
+    (group,) = optimizer.param_groups
+    assert group["previous_gradient_norm"].item() == pytest.approx(285**0.5)
+
+
 def page(rank, world, folder):
     """The page on gradient release, up to FSDP2."""
     text = (Path(__file__).parent.parent / "docs" / "gradient_release.md").read_text()
@@ -84,3 +97,8 @@ def test_the_page_on_gradient_release(tmp_path):
 @pytest.mark.slow
 def test_released_is_as_unreleased_under_fully_shard(tmp_path):
     sharded.run(2, both, str(tmp_path))
+
+
+@pytest.mark.slow
+def test_clipping_by_the_norm_of_shards_over_two_dimensions(tmp_path):
+    sharded.run(4, clipped, str(tmp_path))
