@@ -1,4 +1,4 @@
-"""Parameters that an optimizer knows by names, which two groups may have in common."""
+"""Parameters by their names, which two groups may have in common, or by numbers."""
 
 import pytest
 import torch
@@ -26,3 +26,13 @@ def test_a_parameter_that_was_put_into_a_list_of_named_ones_by_hand():
     optimizer.param_groups[0]["params"].append(torch.nn.Parameter(torch.ones(2)))
     with pytest.raises(ValueError, match="group 0 must have a name for each of its 3 parameters"):
         list(master_weights(optimizer))
+
+
+def test_weights_are_numbered_as_in_the_state_dict_whatever_is_left_out():
+    """A frozen parameter of codes, as a quantized model has, is counted."""
+    codes = torch.nn.Parameter(torch.zeros(3, dtype=torch.uint8), requires_grad=False)
+    p, q = (torch.nn.Parameter(torch.ones(3)) for _ in range(2))
+    optimizer = lowbit_optim.AdamW8bit([{"params": [codes, p]}, {"params": [q]}])
+    saved = [group["params"] for group in optimizer.state_dict()["param_groups"]]
+    assert saved == [[0, 1], [2]]
+    assert list(dict(master_weights(optimizer))) == [1, 2]
