@@ -65,6 +65,24 @@ def test_what_weights_do_not_outlast_is_refused(name, key):
         cls(parameters(), lr=0.01, **options).load_state_dict(saved)
 
 
+def test_a_moment_of_a_weight_that_is_lost_is_loaded():
+    saved = train(lowbit_optim.AdamW32bit(parameters(), lr=0.01), 1).state_dict()
+    saved["state"][0]["exp_avg"][3, 5] = math.nan
+    lost = parameters()
+    lost[0].data[3, 5] = math.nan
+    optimizer = lowbit_optim.AdamW32bit(lost, lr=0.01)
+    optimizer.load_state_dict(saved)
+    assert optimizer.state[lost[0]]["exp_avg"].isnan().sum() == 1
+
+
+def test_a_square_of_minus_infinity_is_refused_of_cautious_ones_too():
+    optimizer = train(lowbit_optim.AdamW32bit(parameters(), lr=0.01, cautious=True), 1)
+    saved = optimizer.state_dict()
+    saved["state"][0]["exp_avg_sq"][3, 5] = -math.inf
+    with pytest.raises(ValueError, match="'exp_avg_sq' has elements that are not >= 0"):
+        lowbit_optim.AdamW32bit(parameters(), lr=0.01, cautious=True).load_state_dict(saved)
+
+
 @pytest.mark.parametrize(("name", "key"), [("AdamW", "exp_avg"), ("SGD", "momentum_buffer")])
 def test_an_infinite_moment_over_a_finite_square_is_refused_of_cautious_ones_too(name, key):
     """It has the sign of some gradient, and an infinite weight follows."""
