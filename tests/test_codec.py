@@ -208,6 +208,15 @@ def test_other_dtypes_are_read_and_written(dtype, signed):
 
 
 @SIGNS
+def test_float64_ties_between_decades_take_the_lower_code(signed):
+    table = reference_codec.codebook(signed).astype(np.float64)
+    lower = [126 + 2**k for k in range(8)] if signed else [2**k - 2 for k in range(2, 9)]
+    ties = [(table[i] + table[i + 1]) / 2 for i in lower]
+    codes, _ = quantize_blockwise(torch.tensor([*ties, 1.0], dtype=torch.float64), signed)
+    assert codes.tolist() == [*lower, 255]
+
+
+@SIGNS
 def test_float64_beyond_the_range_of_the_scales(signed):
     codes, absmax = quantize_blockwise(torch.tensor([1e300, 1.0], dtype=torch.float64), signed)
     assert absmax.tolist() == [torch.finfo(torch.float32).max]

@@ -23,7 +23,6 @@ engines read.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -119,11 +118,9 @@ def pieces(signed: bool) -> Pieces:
 @cache
 def _tables(signed: bool, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, ...]:
     table = pieces(signed)
-    # A threshold between two floats is rounded down, so that `a > threshold` stays exact in fp32.
-    thresholds = [math.nextafter(t, 0.0) if dtype == torch.float64 else t for t in table.threshold]
     made = [
         torch.tensor(x, dtype=dtype, device="cpu")
-        for x in (thresholds, table.inverse_slope, table.offset, table.last)
+        for x in (table.threshold, table.inverse_slope, table.offset, table.last)
     ]
     return tuple(x.to(device) for x in made)
 
@@ -141,7 +138,7 @@ def encode(x: Tensor, absmax: Tensor, signed: bool, random: Tensor | None = None
     distance to it, to the one above.
     """
     thresholds, inverse, offset, last = _tables(signed, x.dtype, x.device)
-    a = (x.abs() / absmax.to(x.dtype)).nan_to_num_(nan=0.0, posinf=1.0).clamp_(max=1.0)
+    a = (x.abs() / absmax.to(x.dtype)).nan_to_num_(nan=0.0, posinf=1.0)
     # A negative tie takes the larger d, which is the lower code.
     sought = torch.where(x < 0, torch.nextafter(a, torch.ones_like(a)), a) if signed else a
     piece = torch.bucketize(sought, thresholds, out_int32=True)
