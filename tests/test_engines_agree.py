@@ -7,7 +7,8 @@ import torch
 import cases
 import lowbit_optim
 import reference_codec
-from protocol import NEEDS_TRITON
+from lowbit_optim_kernels.engines import torch as torch_engine
+from protocol import NEEDS_TRITON, identical, parameters, snapshot, train
 
 COMPILED = ("numba", "triton")
 LARGE = 100_000  # elements; Triton's interpreter takes seconds for more
@@ -174,3 +175,25 @@ def test_ratios_that_are_too_small_for_a_scale_are_zero(engine, device):
     assert (state["exp_avg_scale"] == 0).all()
     assert (state["exp_avg"] == 128).all()
     assert (state["exp_avg_sq"] > 128).all()
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("LARS", {"momentum": 0.9, "optim_bits": 8}),
+        ("AdamW", {"state_format": "ratio8", "master_weight_bits": 24}),
+        ("LAMB", {"optim_bits": 32, "master_weight_bits": 16}),
+    ],
+)
+def test_the_torch_engines_slabs_change_no_code_and_no_random_bit(name, options, monkeypatch):
+    """Pieces of a long row are whole blocks, and rows are as many as a piece has room for."""
+
+    def stepped():
+        params = parameters(torch.bfloat16, [(3000,), (2, 1300), (40, 70), (9, 64)])
+        optimizer = getattr(lowbit_optim, name)(params, lr=0.1, min_8bit_size=1, **options)
+        with lowbit_optim.use_engine("torch"):
+            return snapshot(train(optimizer, 3))
+
+    whole = stepped()
+    monkeypatch.setattr(torch_engine, "SLAB", 700)
+    assert identical(stepped(), whole)
