@@ -11,7 +11,8 @@ import torch
 import lowbit_optim
 from lowbit_optim_kernels import batch, dispatch, formats
 from lowbit_optim_kernels.engines import registry, request
-from lowbit_optim_kernels.rules import gives
+from lowbit_optim_kernels.formats.dynamic8 import DYNAMIC8, ZERO_CODE
+from lowbit_optim_kernels.rules import Moment, gives
 from protocol import identical, train
 
 DOCS = Path(__file__).resolve().parent.parent / "docs"
@@ -106,6 +107,25 @@ def test_an_added_format_is_saved_loaded_and_converted(follow, device, engine):
     narrow = lowbit_optim.AdamW8bit(params_on(device), min_8bit_size=1)
     narrow.load_state_dict(saved)
     assert "exp_avg_absmax" in narrow.state_dict()["state"][0]
+
+
+def test_the_torch_engine_has_short_blocks_decoded_as_if_zeros_followed(monkeypatch):
+    """So a format reads nothing but codes that it has made."""
+    (unit,), shape, seen = formats.units((Moment("exp_avg"),), DYNAMIC8), torch.Size((3, 300)), []
+    decode = type(DYNAMIC8).decode
+
+    def watched(self, moments, stored, dtype):
+        seen.append(stored[0])
+        return decode(self, moments, stored, dtype)
+
+    monkeypatch.setattr(type(DYNAMIC8), "decode", watched)
+    with lowbit_optim.use_engine("torch"):
+        stored = dispatch.encode(unit, [torch.ones(shape)], shape)
+        (x,) = dispatch.decode(unit, list(stored.values()), shape, torch.float32)
+    (codes,) = seen
+    assert codes.shape == (3, 2, DYNAMIC8.block)
+    assert (codes[:, 1, 300 - DYNAMIC8.block :] == ZERO_CODE[True]).all()
+    assert (x == 1.0).all()
 
 
 def test_an_engine_is_added_by_its_record(tmp_path, monkeypatch):
