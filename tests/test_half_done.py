@@ -8,6 +8,7 @@ import torch
 
 import lowbit_optim
 from lowbit_optim_kernels.engines.registry import ENGINES
+from lowbit_optim_kernels.weights import Weights
 from protocol import (
     CLASSES,
     NEEDS_TRITON,
@@ -159,6 +160,24 @@ def test_a_step_that_an_overflow_skips_is_not_uncounted(engine, device, monkeypa
     with pytest.raises(KeyboardInterrupt):
         optimizer.step()
     assert optimizer.state[p]["step"] == 2
+
+
+def test_a_step_that_has_begun_to_write_stays_counted(monkeypatch):
+    """What has moved once would else be moved as in the same step again."""
+    (p,) = params = [torch.zeros(300, requires_grad=True)]
+    write = Weights.write
+
+    def interrupted(self, *args):
+        write(self, *args)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Weights, "write", interrupted)
+    optimizer = lowbit_optim.SGD32bit(params, lr=0.1, momentum=0.9)
+    give_gradients(params, 0)
+    with lowbit_optim.use_engine("torch"), pytest.raises(KeyboardInterrupt):
+        optimizer.step()
+    assert p.detach().any()
+    assert optimizer.state[p]["step"] == 1
 
 
 @pytest.mark.parametrize("broken", ["_keep", "_pass"])

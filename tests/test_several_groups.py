@@ -88,6 +88,30 @@ def test_a_group_that_needs_another_rule_or_storage_has_a_plan_of_its_own(engine
     assert found == [[*map(id, params[:2])], *([id(p)] for p in params[2:])]
 
 
+def test_groups_whose_rules_sum_more_or_less_often_are_stepped_as_alone(engine, device):
+    """No norm, two, and one."""
+    settings = [{}, {"percentile_clipping": 5, "max_unorm": 0.01}, {"max_unorm": 0.02}]
+
+    def groups():
+        params = (parameters(shapes=[(300,)], seed=i)[0] for i in range(len(settings)))
+        return [
+            {"params": [torch.nn.Parameter(p.detach().to(device))], **other}
+            for p, other in zip(params, settings, strict=True)
+        ]
+
+    together = lowbit_optim.AdamW32bit(groups(), lr=0.1)
+    apart = [lowbit_optim.AdamW32bit([group], lr=0.1) for group in groups()]
+    for t in range(3):
+        give_gradients(all_parameters(together), t)
+        together.step()
+        for p, one in zip(all_parameters(together), apart, strict=True):
+            (q,) = all_parameters(one)
+            q.grad = p.grad.clone()
+            one.step()
+            assert torch.equal(p, q)
+    assert len(plans_of(together)) == 3
+
+
 def test_a_parameter_that_moves_to_the_next_group_has_its_settings(engine, device):
     """Though all parameters follow each other as before, and as many are in each group."""
     params = [torch.nn.Parameter(torch.zeros(5, device=device)) for _ in range(4)]
