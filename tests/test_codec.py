@@ -13,6 +13,7 @@ import cases
 import lowbit_optim
 import reference_codec
 from lowbit_optim import create_dynamic_map, dequantize_blockwise, quantize_blockwise
+from lowbit_optim_kernels.formats import dynamic8
 
 SIGNS = pytest.mark.parametrize("signed", [True, False], ids=["signed", "unsigned"])
 ULP = 2.0**-23  # of float32, relative
@@ -280,6 +281,14 @@ def test_an_average_that_is_not_dithered_has_the_scales_of_bitsandbytes(engine, 
         np.testing.assert_array_equal(scales, want)
         usual = np.r_[0:7, 10:14]
         assert_nearest(x[usual], True, codes[usual], expected[usual], want[usual], engine)
+
+
+def test_a_dithered_number_next_to_zero_has_no_other_sign():
+    x = torch.linspace(-1e-6, 1e-6, 2001).where(torch.arange(2001) != 1000, 0.0)
+    for random in (0.0, 1.0 - 2.0**-24):
+        codes = dynamic8.encode(x, torch.ones(1), True, torch.full_like(x, random))
+        assert ((codes.int() - 127) * x >= 0).all()
+        assert codes[1000] == 127
 
 
 def test_dithered_averages_of_float64():

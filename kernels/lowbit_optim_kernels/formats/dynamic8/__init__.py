@@ -168,8 +168,8 @@ def _dithered(x: Tensor, f: Tensor, last: Tensor, signed: bool, random: Tensor) 
     z = torch.minimum(f, (f + 2 * last) / 3)
     z = torch.minimum(z, (5 * f - 2 * first) / 3).clamp_(min=0.0)
     if signed:
-        code = torch.where(x < 0, -z, z).add_(random).floor_().add_(127).clamp_(0, TOP_CODE)
-        return torch.where(x != 0, code, 127.0).to(torch.uint8)
+        code = torch.where(x < 0, -z, z).add_(random).floor_().add_(127)
+        return code.clamp_(0, TOP_CODE).to(torch.uint8)
     code = z.add_(random).floor_().clamp_(1, TOP_CODE)
     return torch.where(x > 0, code, 0.0).to(torch.uint8)
 
