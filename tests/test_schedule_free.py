@@ -164,6 +164,22 @@ def test_a_checkpoint_without_what_lasts_is_refused(key):
         build()[1].load_state_dict(saved)
 
 
+@pytest.mark.parametrize("weight_lr_power", [0.0, 2.0])
+def test_first_steps_without_a_learning_rate(engine, weight_lr_power):
+    """They weigh nothing, or to the power of 0 as much as any."""
+    with lowbit_optim.use_engine(engine):
+        (p,), optimizer = build(32, shapes=[(5,)], weight_lr_power=weight_lr_power)
+        want, state = p.detach().double(), {}
+        for lr in (0.0, 0.0, 0.1, 0.1):
+            optimizer.param_groups[0]["lr"] = lr
+            train(optimizer, 1)
+            want = reference.schedule_free_adamw(
+                want, p.grad.double(), state, lr=lr, weight_lr_power=weight_lr_power
+            )
+    torch.testing.assert_close(p.detach().double(), want, rtol=1e-5, atol=1e-6)
+    assert float(optimizer.state[p]["weight_sum"]) == pytest.approx(state["weight_sum"])
+
+
 def test_an_overflowed_step_adds_no_weight(engine):
     with lowbit_optim.use_engine(engine):
         params, optimizer = build(shapes=FEW_ROWS)
