@@ -242,3 +242,18 @@ def test_the_extent_of_numbers_is_nan_if_one_is(dtype, count):
             assert both[1] or extent(damaged)[1] == math.inf
             assert both[0] or extent(-damaged)[0] == -math.inf
     assert extent(numbers[:0]) == extent(numbers.to("meta")) == (math.inf, -math.inf)
+
+
+def test_an_element_whose_square_alone_overflows_starts_again(engine, device):
+    """Though the moment that comes last is finite, the mean of a centered RMSprop."""
+    p = torch.nn.Parameter(torch.zeros(300, device=device))
+    optimizer = lowbit_optim.RMSprop8bit([p], centered=True, min_8bit_size=1)
+    p.grad = torch.ones_like(p)
+    p.grad[7] = 1e25
+    optimizer.step()
+    state = optimizer.state[p]
+    for key in ("variance", "grad_avg"):
+        assert state[f"{key}_absmax"].max() < 1.0
+        codes = state[key].cpu()
+        assert codes[7] != codes[8]
+        assert (codes[8:] == codes[8]).all()

@@ -240,12 +240,13 @@ def test_kinds_of_several_formats_and_weights_share_a_launch():
             assert torch.equal(x, state[others[i]][key]), key
 
 
-def test_a_whole_row_of_blocks_counts_on():
+@pytest.mark.parametrize(("state_format", "blocks"), [("ratio8", 3), ("dynamic8", 1)])
+def test_a_whole_row_of_blocks_counts_on(state_format, blocks):
     """The bits of a shard are those of the whole: blocks before it only shift their numbers."""
     rows = torch.randn(6, 147, generator=torch.Generator().manual_seed(1))
     with lowbit_optim.use_engine("triton"):
         whole = torch.nn.Parameter(rows.to(DEVICE, torch.bfloat16))
-        more = {"min_8bit_size": 1, "state_format": "ratio8", "lr": 0.1}
+        more = {"min_8bit_size": 1, "state_format": state_format, "lr": 0.1}
         optimizer = lowbit_optim.AdamW8bit([whole], **more)
         whole.grad = rows.to(whole)
         optimizer.step()
@@ -256,7 +257,7 @@ def test_a_whole_row_of_blocks_counts_on():
 
         def start(batch):
             for slot in batch.slots:
-                slot.blocks_before, slot.weights_before = 2 * 3, 2 * 3 * WEIGHT_BLOCK
+                slot.blocks_before, slot.weights_before = 2 * blocks, 2 * 3 * WEIGHT_BLOCK
             return original(batch)
 
         with pytest.MonkeyPatch.context() as patch:
