@@ -24,12 +24,12 @@ from ._state_base import StateBase
 
 
 @contextmanager
-def _collecting(errors: list[ValueError], where: str) -> Iterator[None]:
-    """Go on after what is refused: other ranks may go on to where all are needed."""
+def _collecting(errors: list[Exception], where: str) -> Iterator[None]:
+    """Go on after an error: other ranks may go on to where all are needed."""
     try:
         with _state_dicts.refusing(where):
             yield
-    except ValueError as error:
+    except (ValueError, RuntimeError) as error:  # one rank may be no part of a mesh
         errors.append(error)
 
 
@@ -141,7 +141,7 @@ class CheckpointBase(StateBase):
     def _states_from(self, found: list[_state_dicts.SavedState]) -> dict[Any, Any]:
         """The parameters' states of what `saved_states` has found; nothing has been changed."""
         state: dict[Any, Any] = {}
-        errors: list[ValueError] = []
+        errors: list[Exception] = []
         for place, p, group, saved_group, saved, ours in found:
             settings = resolved(group)
             ((_, part),) = self._overridden({**settings, "params": [p]})
