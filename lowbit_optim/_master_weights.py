@@ -69,9 +69,9 @@ def load_master_weights(
             in order; each of the parameter's shape, whole or placed as the parameter is.
 
     Raises:
-        ValueError, TypeError: for a weight that is missing, is none's, has another shape or is no
-            floating tensor, and for names that several parameters have; nothing has been changed
-            then.
+        ValueError, TypeError: for a weight that is missing, is none's, has another shape or mesh or
+            is no floating tensor, and for names that several parameters have; nothing has been
+            changed then.
 
     Example:
         >>> optimizer = AdamW8bit(model.bfloat16().parameters(), master_weight_bits=24)
@@ -96,6 +96,7 @@ def _check_weight(name: Name, weight: Any, p: Tensor) -> None:
     require_dense(f"the weight {name}", weight, (weight.dtype,))
     require_values({f"the weight {name}": weight}, p)
     require_shape(f"the weight {name!r}", weight, p.shape)
+    _sharding.require_mesh_of(p, weight, f"the weight {name!r}")
 
 
 def weight_of(optimizer: LowBitOptimizer, p: Tensor, group: Mapping[str, Any]) -> Tensor:

@@ -346,6 +346,15 @@ def as_dtensor(x: Tensor, p: Any) -> Tensor:
     )
 
 
+def require_mesh_of(p: Any, x: Any, what: str) -> None:
+    """Raise a ValueError for a DTensor that is spread over another mesh than the DTensor p."""
+    if is_dtensor(x) and is_dtensor(p) and x.device_mesh != p.device_mesh:
+        raise ValueError(
+            f"{what} is a DTensor on {x.device_mesh} and its parameter one on {p.device_mesh}; "
+            "they must be of the same mesh"
+        )
+
+
 def shard_of(x: Any, p: Any) -> Tensor:
     """This rank's part of a value that is whole, or sharded over p's mesh."""
     if not is_dtensor(p):

@@ -159,6 +159,12 @@ def damaged(rank, world, folder):
         with pytest.raises((ValueError, TypeError), match=f"the weight 0 {said}"):
             lowbit_optim.load_master_weights(loading, weights)
         assert identical(sharded.everything(params, loading), before)
+    turned = DeviceMesh("cpu", list(reversed(range(world))))  # with other rows on each rank
+    weights = [distribute_tensor(torch.ones(n), turned, [Shard(0)]) for n in lengths]
+    said = r"the weight 0 is a DTensor on .*must be of the same mesh"
+    with pytest.raises(ValueError, match=said):
+        lowbit_optim.load_master_weights(loading, weights)
+    assert identical(sharded.everything(params, loading), before)
 
 
 @pytest.mark.parametrize("world", [2, 3])
