@@ -15,6 +15,7 @@ from lowbit_optim._sharding import is_dtensor
 from protocol import identical
 
 pytestmark = pytest.mark.timeout(120)
+MOMENTS = ("exp_avg", "exp_avg_absmax", "exp_avg_sq", "exp_avg_sq_absmax")
 LENGTH = 5000  # of two ranks' shards the first one ends within a block
 CHANGES = {
     "to 8 bits": ("AdamW", {"optim_bits": 32}, {"optim_bits": 8}),
@@ -48,6 +49,8 @@ def changed(rank, world, folder):
                 (group,) = optimizer.param_groups
                 group.update(later if step in (1, 2) else {key: before[key] for key in later})
                 optimizer.step()
+            (state,) = optimizers[1].state.values()
+            assert all(is_dtensor(x) for x in state.values() if x.ndim)  # none that is not kept
             got = sharded.everything([shards], optimizers[1])
             want = sharded.everything([plain], optimizers[0])
             if name == "Adam" and step == 3:
@@ -130,7 +133,7 @@ DAMAGES = {
 def damaged(rank, world, folder):
     """On the last rank only."""
     mesh = init_device_mesh("cpu", (world,))
-    lengths = [LENGTH, 8192]
+    lengths = [LENGTH, 8191]  # the last block of a last shard is not full
     options = {"master_weight_bits": 24, "percentile_clipping": 50}
     plain = [nn.Parameter(vector(0, n)) for n in lengths]
     optimizer = lowbit_optim.AdamW8bit(plain, **options)
@@ -151,6 +154,9 @@ def damaged(rank, world, folder):
     if rank == world - 1:  # in another order, which says nothing
         saved["state"] = {i: dict(reversed(one.items())) for i, one in saved["state"].items()}
     loading.load_state_dict(saved)
+    for p, q in zip(params, plain, strict=True):
+        its = {key: sharded.full(loading.state[p][key]) for key in MOMENTS}
+        assert identical(its, {key: optimizer.state[q][key] for key in MOMENTS})
     kept = [x.to_local() for p in params for x in loading.state[p].values() if is_dtensor(x)]
     assert all(x.untyped_storage().nbytes() == x.nbytes for x in kept)  # not the whole ones'
     before = sharded.everything(params, loading)
