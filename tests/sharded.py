@@ -34,9 +34,10 @@ from lowbit_optim_kernels.weights import as_integers
 
 # Rows of 300 and of 512; fewer rows than ranks; flat blocks that end with a shard and that do not;
 # more than 4096 elements of which a shard has fewer; a small tensor, one number; just 4096; flat
-# blocks that end with a shard but for those that are dealt out over two dimensions of a mesh.
+# blocks that end with a shard but for those that are dealt out over two dimensions of a mesh. (Of
+# the rows of 60 two shards do not end with a block, although they would have 11 scales each.)
 SHAPES = [
-    (64, 300), (7, 512), (3, 2000), (6144,), (5000,), (48, 128), (4096, 16), (300, 15), (5,),
+    (64, 300), (7, 512), (3, 2000), (6144,), (5000,), (48, 128), (4096, 16), (93, 60), (5,),
     (1, 1), (8, 512), (8190,),
 ]  # fmt: skip
 CLASSES = {
