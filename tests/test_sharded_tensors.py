@@ -3,6 +3,7 @@
 One world of two ranks runs all cases of this file, each of which compares with one process.
 """
 
+import gc
 import inspect
 
 import pytest
@@ -108,6 +109,19 @@ def gradients_of_another_dtype(rank, world, folder):
         assert torch.equal(p.full_tensor(), q.detach())
 
 
+def memory_between_steps(rank, world, folder):
+    """Of a vector that is stepped whole a rank keeps a copy, and none of its gradient."""
+    mesh = init_device_mesh("cpu", (world,))
+    p = torch.nn.Parameter(distribute_tensor(torch.ones(5011), mesh, [Shard(0)]))
+    optimizer = lowbit_optim.AdamW8bit([p])
+    for _ in range(STEPS):
+        p.grad = distribute_tensor(torch.ones(5011), mesh, [Shard(0)])
+        optimizer.step()
+        tensors = [x for x in gc.get_objects() if type(x) is torch.Tensor and len(x.shape) == 1]
+        wholes = [x for x in tensors if len(x) == 5011 and x.dtype == torch.float32]
+        assert len({x.data_ptr() for x in wholes}) == 1
+
+
 def tensor_parallel(rank, world, folder):
     """By rows, with torch's styles; gradients may be released, and clipped by their norm."""
 
@@ -165,7 +179,7 @@ def graphs_kept_over_a_step(rank, world, folder):
 def all_cases(rank, world, folder):
     for case in (
         gradients_dealt_otherwise, gradients_of_another_dtype, graphs_kept_over_a_step,
-        shards_that_wrap_tensors, tensor_parallel,
+        memory_between_steps, shards_that_wrap_tensors, tensor_parallel,
     ):  # fmt: skip
         case(rank, world, folder)
 
