@@ -11,7 +11,7 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 import lowbit_optim
 import sharded
-from lowbit_optim._sharding import is_dtensor
+from lowbit_optim._sharding import has_placements_of, is_dtensor
 from protocol import identical
 
 pytestmark = pytest.mark.timeout(120)
@@ -108,8 +108,10 @@ def dequantized(rank, world, folder):
                 optimizer.step()
             for optimizer in optimizers if g is gradients[1] else ():
                 lowbit_optim.dequantize_state(optimizer)
-                (state,) = optimizer.state.values()
-                assert state["exp_avg"].dtype == state["exp_avg_sq"].dtype == torch.float32
+                ((p, state),) = optimizer.state.items()
+                for x in (state["exp_avg"], state["exp_avg_sq"]):
+                    assert x.dtype == torch.float32
+                    assert has_placements_of(x, p) == is_dtensor(p)
             got, want = (
                 sharded.everything([p], o)
                 for p, o in zip((shards, plain), reversed(optimizers), strict=True)
@@ -119,6 +121,32 @@ def dequantized(rank, world, folder):
 
 def test_state_as_numbers(tmp_path):
     sharded.run(2, dequantized, str(tmp_path))
+
+
+def weights_of_all_bits(rank, world, folder):
+    """Those of vectors of which every rank keeps all bits, too, are a twin's and can be loaded."""
+    mesh = init_device_mesh("cpu", (world,))
+    plain = [nn.Parameter(vector(n, n)) for n in (LENGTH, 8191)]
+    params = [nn.Parameter(distribute_tensor(p.detach(), mesh, [Shard(0)])) for p in plain]
+    twin, optimizer = (
+        lowbit_optim.AdamW8bit(some, master_weight_bits=24) for some in (plain, params)
+    )
+    for p, q in zip(plain, params, strict=True):
+        p.grad, q.grad = torch.ones_like(p), torch.ones_like(q)
+    twin.step()
+    optimizer.step()
+    want = sharded.everything(params, optimizer)
+    weights = dict(lowbit_optim.master_weights(optimizer))
+    wholes = {i: sharded.full(x) for i, x in weights.items()}
+    assert identical(wholes, dict(lowbit_optim.master_weights(twin)))
+    for given in (weights, wholes):
+        lowbit_optim.load_master_weights(optimizer, {i: -x for i, x in given.items()})
+        lowbit_optim.load_master_weights(optimizer, given)
+        assert identical(sharded.everything(params, optimizer), want)
+
+
+def test_weights_with_all_their_bits(tmp_path):
+    sharded.run(2, weights_of_all_bits, str(tmp_path))
 
 
 DAMAGES = {
