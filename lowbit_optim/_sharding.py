@@ -281,7 +281,7 @@ class Share:
     def local_part(self, state: Mapping[str, Any]) -> dict[str, Any]:
         """This rank's part of a whole parameter's state."""
         shape, first = self._shape_and_first_row
-        if self.whole or not self.p.ndim or tuple(self.p.shape) == shape:
+        if self.whole or tuple(self.p.shape) == shape:
             return dict(state)
         rows, in_row = shape[0], self._in_row
         taken = dict(state)
