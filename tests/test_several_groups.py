@@ -212,6 +212,19 @@ def test_groups_that_share_memory_are_stepped_in_their_order(engine, device):
     torch.testing.assert_close(flat, want, rtol=1e-6, atol=1e-6)
 
 
+def test_parameters_that_exchange_overrides(manager):
+    """Each override has as many as before, of the same shape, and all the rest is the same."""
+    params = parameters(shapes=[(300,)] * 3)
+    optimizer = lowbit_optim.AdamW8bit(params)
+    for frozen in (1, 2):
+        for i, p in enumerate(params):
+            manager.override_config(p, "lr", 0.0 if i == frozen else 0.1)
+        before = [p.detach().clone() for p in params]
+        train(optimizer, 2)
+        stayed = [torch.equal(p, was) for p, was in zip(params, before, strict=True)]
+        assert stayed == [i == frozen for i in range(3)]
+
+
 def test_a_group_that_is_counted_from_the_end_is_the_same_group():
     """Its bits have been changed, so that its format no longer counts."""
     for last in (1, -1):
