@@ -140,8 +140,11 @@ def test_other_keys_of_a_group_and_norms_are_written():
         "t_alpha": None, "t_beta3": None, "initial_lr": 0.5, "params": list(range(8)),
     }  # fmt: skip
     for index, p in enumerate(optimizer.param_groups[0]["params"]):
-        norms = optimizer.state[p]["gnorm_vec"]
-        assert torch.equal(written["state"][index]["gnorm_vec"], norms)
+        assert torch.equal(written["state"][index]["gnorm_vec"], optimizer.state[p]["gnorm_vec"])
+    for state in optimizer.state.values():
+        state["gnorm_vec"].fill_(-1)  # as a first step that was skipped leaves them
+    written = to_bitsandbytes_state_dict(optimizer)
+    assert not any(bool(state["gnorm_vec"].any()) for state in written["state"].values())
 
 
 @pytest.mark.parametrize("write", [to_torch_state_dict, to_bitsandbytes_state_dict])
