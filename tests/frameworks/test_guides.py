@@ -47,7 +47,8 @@ def test_every_page_is_followed():
         "hf_trainer", "accelerate", "lightning", "timm", "coming_from_bitsandbytes", "small_gpu",
         "gaussian_splatting",
     }  # fmt: skip
-    elsewhere = {"coming_from_torch", "sharded"}  # tests/test_guides.py
+    # In tests/test_guides.py, the last in tests/test_peers_checkpoints.py.
+    elsewhere = {"coming_from_torch", "sharded", "coming_from_torchao"}
     without_code = {"deepspeed"}
     assert {page.stem for page in GUIDES.glob("*.md")} == tested | elsewhere | without_code
 
