@@ -107,6 +107,19 @@ def engine_of(rng):
     return rng.choice(("torch",) * 5 + ("auto",))
 
 
+def registrar(operations):
+    """A decorator that has a function in this list so many times as it is drawn."""
+
+    def often(times):
+        def register(function):
+            operations.extend([function] * times)
+            return function
+
+        return register
+
+    return often
+
+
 def generator(seed):
     """All randomness of an example."""
     return random.Random(seed)

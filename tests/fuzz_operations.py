@@ -11,12 +11,13 @@ from typing import Any
 import torch
 
 import lowbit_optim
-from fuzz import MASTERED
-from fuzz_settings import BETAS, CONFIGS, INF, INVALID, NAN, ODD, VALID
+from fuzz import MASTERED, registrar
+from fuzz_settings import CONFIGS, INF, INVALID, NAN, ODD, valid_for
 from protocol import all_parameters
 
 REFUSED, EITHER, ACCEPTED = "refused", "either", "accepted"
 OPERATIONS = []
+often = registrar(OPERATIONS)
 OVERRIDDEN = []  # pairs of a parameter and its override, to be made again for a copy
 
 
@@ -37,14 +38,6 @@ class Act:
     undo: Any = None
     steps: bool = True
     result: Any = None
-
-
-def often(times):
-    def register(function):
-        OPERATIONS.extend([function] * times)
-        return function
-
-    return register
 
 
 def random_like(rng, p):
@@ -211,10 +204,8 @@ def clonable(value):
 @often(6)
 def a_setting_changes(optimizer, rng):
     group = rng.choice(optimizer.param_groups)
-    betas = {"betas": BETAS[len(group["betas"])]} if "betas" in group else {}
-    table = {**VALID, **betas}
-    key = rng.choice([key for key in table if key in group])
-    undo = set_in(group, key, clonable(rng.choice(table[key])))
+    key, values = rng.choice(list(valid_for(group).items()))
+    undo = set_in(group, key, clonable(rng.choice(values)))
     if not allowed(optimizer, group):
         undo()
     give_all(optimizer, rng)

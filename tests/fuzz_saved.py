@@ -4,13 +4,13 @@ Each of `CONTROLS` takes a `Saved` and changes its `tree`, which has to load all
 finds nothing to change raises `NotHere`.
 """
 
-import io
 import re
 
 import numpy as np
 import torch
 
 from fuzz import NON_NEGATIVE, STORAGE, is_scale
+from protocol import saved_and_loaded
 
 REFUSED, EITHER, ACCEPTED = "refused", "either", "accepted"
 CONTROLS = []
@@ -118,10 +118,7 @@ def as_it_is(saved):
 
 @control
 def through_a_file(saved):
-    file = io.BytesIO()
-    torch.save(saved.tree, file)
-    file.seek(0)
-    saved.tree = torch.load(file, weights_only=True)
+    saved.tree = saved_and_loaded(saved.tree)
 
 
 @control

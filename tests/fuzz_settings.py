@@ -22,6 +22,14 @@ VALID = {
     "max_unorm": [0.0, 0.02, 1.0],
 }
 BETAS = {2: [(0.9, 0.999), [0.5, 0.9], (0.0, 0.9)], 3: [(0.9, 0.999, 0.9999), (0.5, 0.9, 0.99)]}
+
+
+def valid_for(group):
+    """Values by the key of a setting, for one of this group's settings."""
+    betas = {"betas": BETAS[len(group["betas"])]} if "betas" in group else {}
+    return {key: values for key, values in {**VALID, **betas}.items() if key in group}
+
+
 INVALID = {
     "lr": [NAN, INF, "0.1", None, torch.ones(2), 1j],
     "weight_decay": [NAN, "x", None, -1.0, [0.1]],

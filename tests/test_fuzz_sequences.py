@@ -6,7 +6,6 @@ example again, `LOWBIT_OPTIM_FUZZ=2000` asks for 2,000 of them.
 """
 
 import copy
-import io
 import pickle
 
 import torch
@@ -26,7 +25,7 @@ from fuzz import (
     steps_of,
 )
 from fuzz_operations import ACCEPTED, OPERATIONS, OVERRIDDEN, REFUSED, no_overrides, override
-from protocol import all_parameters, identical, snapshot
+from protocol import all_parameters, identical, saved_and_loaded, snapshot
 
 SHAPES = [(), (0,), (1,), (7,), (255,), (257,), (12, 70), (12, 70), (64, 300), (4, 3, 5, 5)]
 HUGE = 1e15  # squares of gradients beyond may overflow in 32-bit state, as in torch
@@ -137,9 +136,7 @@ class World:
 
     def resumed(self, optimizer):
         """A new optimizer, built with other settings, that loads a checkpoint file."""
-        file = io.BytesIO()
-        torch.save(optimizer.state_dict(), file)
-        file.seek(0)
+        saved = saved_and_loaded(optimizer.state_dict())
         groups = [
             {
                 "params": [torch.nn.Parameter(p.detach().clone()) for p in group["params"]],
@@ -155,7 +152,7 @@ class World:
             at = [i for i, other in enumerate(old) if other is p]
             if at:
                 override(new[at[0]], config)
-        fresh.load_state_dict(torch.load(file, weights_only=True))
+        fresh.load_state_dict(saved)
         return fresh
 
 

@@ -7,7 +7,6 @@ whole ones go on from the shards' numbers. `LOWBIT_OPTIM_FUZZ=2000` asks for 2,0
 """
 
 import copy
-import io
 import math
 from contextlib import nullcontext
 
@@ -25,10 +24,12 @@ from fuzz import (
     random_masters,
     random_parameters,
     random_storage,
+    registrar,
 )
-from fuzz_operations import allowed
-from fuzz_settings import BETAS, CONFIGS, INVALID, VALID
-from protocol import identical
+from fuzz_operations import allowed, random_like
+from fuzz_settings import CONFIGS, INVALID, valid_for
+from lowbit_optim._sharding import as_dtensor
+from protocol import identical, saved_and_loaded
 
 # Rows that blocks fill and that they do not, fewer rows than ranks, none; flat blocks that shards
 # end in and that they do not.
@@ -40,14 +41,7 @@ LENGTH = 8
 WITH_NORMS = ("LARS", "LAMB", "LANS", "Eve")
 REFUSALS = (ValueError, TypeError, RuntimeError)
 OPERATIONS = []
-
-
-def often(times):
-    def register(function):
-        OPERATIONS.extend([function] * times)
-        return function
-
-    return register
+often = registrar(OPERATIONS)
 
 
 class Pair:
@@ -84,22 +78,25 @@ class Pair:
 
     def new_optimizers(self):
         """Both, with the overrides that there are."""
-        manager = lowbit_optim.GlobalOptimManager.get_instance()
-        manager.initialize()
-        for index, config in self.overrides:
-            for p in (self.whole[index], self.shards[index]):
-                manager.override_config(p, key_value_dict=dict(config))
+        self.override()
         made = []
         for params in (self.whole, self.shards):
             groups = [{"params": x} for x in (params[: self.cut], params[self.cut :]) if x]
             made.append(self.case.build(groups, **self.storage))
         return made
 
+    def override(self):
+        """Make the overrides, of the present parameters."""
+        manager = lowbit_optim.GlobalOptimManager.get_instance()
+        manager.initialize()
+        for index, config in self.overrides:
+            for p in (self.whole[index], self.shards[index]):
+                manager.override_config(p, key_value_dict=dict(config))
+
     def give(self, scale=1.0, missing=0.0, spread=None):
         """Gradients of both, of the same values; `spread` makes those of shards of them."""
         for p, shard in zip(self.whole, self.shards, strict=True):
-            random = torch.Generator().manual_seed(self.rng.randrange(2**31))
-            g = (torch.randn(p.shape, generator=random) * scale).to(p.dtype)
+            g = (random_like(self.rng, p) * scale).to(p.dtype)
             p.grad = shard.grad = None
             if self.rng.random() >= missing:
                 p.grad, shard.grad = g, (spread or self.spread)(g)
@@ -185,20 +182,11 @@ def a_step_of_gradients_that_are_placed_or_stored_otherwise(pair):
             return DTensor.from_local(mine, mesh, [Partial()] * mesh.ndim, run_check=False)
         made = pair.spread(g)
         if kind == "turned" and g.ndim > 1:
-            turned = made._local_tensor.mT.contiguous().mT
-            made = like(turned, made)
+            made = as_dtensor(made._local_tensor.mT.contiguous().mT, made)
         return made
 
     pair.give(missing=pair.rng.choice([0, 0.3]), spread=spread)
     pair.step()
-
-
-def like(local, dtensor):
-    """A DTensor as another one, of this rank's tensor."""
-    return DTensor.from_local(
-        local, dtensor.device_mesh, dtensor.placements, run_check=False, shape=dtensor.shape,
-        stride=dtensor.stride(),
-    )  # fmt: skip
 
 
 @often(2)
@@ -219,10 +207,11 @@ def a_step_of_the_torch_engine(pair):
         pair.step()
 
 
-def set_in_both(pair, table):
+def set_in_both(pair, values_for):
     """Set a key of a group in both; the groups, and a function that sets it back."""
     index = pair.rng.randrange(len(pair.optimizers[0].param_groups))
     groups = [optimizer.param_groups[index] for optimizer in pair.optimizers]
+    table = values_for(groups[0])
     key = pair.rng.choice([key for key in table if key in groups[0]])
     value, before = pair.rng.choice(table[key]), groups[0][key]
     for group in groups:
@@ -239,9 +228,7 @@ def set_in_both(pair, table):
 
 @often(6)
 def a_setting_changes(pair):
-    groups = pair.optimizers[0].param_groups
-    betas = {"betas": BETAS[len(groups[0]["betas"])]} if "betas" in groups[0] else {}
-    changed, undo = set_in_both(pair, {**VALID, **betas})
+    changed, undo = set_in_both(pair, valid_for)
     if not all(map(allowed, pair.optimizers, changed)):
         undo()
     pair.give()
@@ -250,7 +237,7 @@ def a_setting_changes(pair):
 
 @often(2)
 def an_invalid_setting(pair):
-    _, undo = set_in_both(pair, INVALID)
+    _, undo = set_in_both(pair, lambda group: INVALID)
     pair.give()
     pair.step(refused=True)
     undo()
@@ -261,10 +248,8 @@ def an_override(pair):
     index, config = pair.rng.randrange(len(pair.whole)), pair.rng.choice(CONFIGS)
     if "percentile_clipping" in config:
         pair.exact = False
-    manager = lowbit_optim.GlobalOptimManager.get_instance()
-    for p in (pair.whole[index], pair.shards[index]):
-        manager.override_config(p, key_value_dict=dict(config))
     pair.overrides.append((index, config))
+    pair.override()
     pair.give()
     pair.step()
 
@@ -294,7 +279,7 @@ def values_in_another_tensor(pair):
         mine = shard._local_tensor.clone()
         if mine.ndim > 1 and pair.rng.random() < 0.5:
             mine = mine.mT.contiguous().mT
-        shard.data = like(mine, shard)
+        shard.data = as_dtensor(mine, shard)
     pair.give()
     pair.step()
 
@@ -304,10 +289,7 @@ def copies(pair):
     pair.whole, pair.shards, pair.optimizers = copy.deepcopy(
         (pair.whole, pair.shards, pair.optimizers)
     )
-    manager = lowbit_optim.GlobalOptimManager.get_instance()
-    for index, config in pair.overrides:
-        for p in (pair.whole[index], pair.shards[index]):
-            manager.override_config(p, key_value_dict=dict(config))
+    pair.override()
 
 
 @often(3)
@@ -319,10 +301,7 @@ def state_dicts_in_new_optimizers(pair):
     if "shards" in kind:
         tree = pair.optimizers[1].state_dict()
     if kind == "a file of shards":
-        file = io.BytesIO()
-        torch.save(tree, file)
-        file.seek(0)
-        tree = torch.load(file, weights_only=False)
+        tree = saved_and_loaded(tree)
     pair.optimizers = pair.new_optimizers()
     for optimizer, saved in zip(pair.optimizers, (copy.deepcopy(before), tree), strict=True):
         optimizer.load_state_dict(saved)
@@ -343,7 +322,6 @@ def another_layout(pair):
 def replay(seed, layouts):
     """Run a sequence again; what is printed last before a failure says which operation it was."""
     rng = generator(seed)
-    lowbit_optim.GlobalOptimManager.get_instance().initialize()
     with lowbit_optim.use_engine(rng.choice(["torch", "torch", "torch", "auto"])):
         pair = Pair(rng, layouts)
         described = [f"{tuple(p.shape)} {p.dtype}" for p in pair.whole]
