@@ -3,6 +3,8 @@
 import textwrap
 
 import pytest
+import torch
+from torch._subclasses import FakeTensorMode
 
 from lowbit_optim_cli import meta, optimizers
 from lowbit_optim_cli.footprint import Weight, footprint
@@ -193,6 +195,15 @@ def test_a_fake_step_of_a_quantized_model_counts_its_activations(module):
     assert wide / 1e9 <= peak(f"{module(QUANTIZED)}:build", "8x2000") <= 2 * wide / 1e9
 
 
+def fake_tensors_can_be_cast():
+    with FakeTensorMode():
+        try:
+            torch.nn.Linear(4, 4).bfloat16()
+        except RuntimeError:
+            return False
+    return True
+
+
 @pytest.mark.parametrize(
     ("forward", "cast", "said"),
     [
@@ -201,6 +212,8 @@ def test_a_fake_step_of_a_quantized_model_counts_its_activations(module):
     ],
 )
 def test_what_fake_tensors_cannot_do_is_said(module, forward, cast, said):
+    if cast and fake_tensors_can_be_cast():
+        pytest.skip("this version of torch casts fake tensors")
     text = f"""
 class Model(nn.Linear):
     def forward(self, x): return {forward}

@@ -2,6 +2,7 @@
 
 import doctest
 import inspect
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -11,7 +12,8 @@ import torch
 
 import lowbit_optim
 
-FOLDER = Path(__file__).resolve().parent.parent / "examples"
+ROOT = Path(__file__).resolve().parent.parent
+FOLDER = ROOT / "examples"
 FRAMEWORKS = {"hf_trainer.py"}  # they need more; tests/frameworks runs them
 SLOW = {"fsdp2.py"}  # it starts processes
 SCRIPTS = [
@@ -24,8 +26,9 @@ SCRIPTS = [
 @pytest.mark.few
 def test_example_runs(script, tmp_path):
     """From another directory; each asserts by itself that it trains and resumes."""
+    path = os.pathsep.join(map(str, (ROOT, ROOT / "kernels")))  # it may not be installed
     done = subprocess.run(
-        [sys.executable, "-W", "error", FOLDER / script],
+        [sys.executable, "-W", "error", FOLDER / script], env={**os.environ, "PYTHONPATH": path},
         cwd=tmp_path, capture_output=True, text=True, check=False, timeout=240,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
