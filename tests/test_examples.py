@@ -11,13 +11,14 @@ import pytest
 import torch
 
 import lowbit_optim
+import sharded
 
 ROOT = Path(__file__).resolve().parent.parent
 FOLDER = ROOT / "examples"
 FRAMEWORKS = {"hf_trainer.py"}  # they need more; tests/frameworks runs them
-SLOW = {"fsdp2.py"}  # it starts processes
+MARKS = {"fsdp2.py": [pytest.mark.slow, sharded.fully_shard_averages]}  # it starts processes
 SCRIPTS = [
-    pytest.param(name, marks=[pytest.mark.slow] if name in SLOW else [])
+    pytest.param(name, marks=MARKS.get(name, []))
     for name in sorted({path.name for path in FOLDER.glob("*.py")} - FRAMEWORKS)
 ]
 
@@ -27,9 +28,8 @@ SCRIPTS = [
 def test_example_runs(script, tmp_path):
     """From another directory; each asserts by itself that it trains and resumes."""
     path = os.pathsep.join(map(str, (ROOT, ROOT / "kernels")))  # it may not be installed
-    warnings = "-W", "error", "-W", "ignore:TypedStorage is deprecated"  # by torch 2.7's DCP
     done = subprocess.run(
-        [sys.executable, *warnings, FOLDER / script], env={**os.environ, "PYTHONPATH": path},
+        [sys.executable, "-W", "error", FOLDER / script], env={**os.environ, "PYTHONPATH": path},
         cwd=tmp_path, capture_output=True, text=True, check=False, timeout=240,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr

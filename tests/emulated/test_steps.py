@@ -245,6 +245,22 @@ def test_groups_are_stepped_together_to_the_same_bits(name):
         assert torch.equal(got, want)
 
 
+def test_groups_that_are_not_stepped_together_are_launched_in_turn():
+    """As one that is maximized, whose launches come between those of the first."""
+    params, others = ([torch.nn.Parameter(torch.ones(n)) for n in (300, 65)] for _ in range(2))
+    for engine, some in (("triton", params), ("torch", others)):
+        groups = [{"params": some[:1]}, {"params": some[1:], "maximize": True}]
+        optimizer = lowbit_optim.LAMB8bit(groups, min_8bit_size=1)
+        for p in some:
+            p.grad = torch.linspace(-1.0, 1.0, p.numel())
+        with emulated(90) as emulation, lowbit_optim.use_engine(engine):
+            optimizer.step()
+        assert_clean(emulation)
+        assert len(optimizer.plans) == 2
+    for p, q in zip(params, others, strict=True):
+        torch.testing.assert_close(p, q)
+
+
 @pytest.mark.parametrize("name", ["AdamW", "LANS"])
 def test_tensors_without_a_gradient_are_left_out(name):
     """As compiled: neither read nor written, and their sums are zeros."""

@@ -59,14 +59,15 @@ class Emulation:
         counting: whether the costs of accesses are counted.
         counters: of all launches of each kernel, by its name.
         kernels: the last one of each name, as Triton compiled it.
-        batch: the step that is being made, whose tensors may be addressed.
+        batches: those that were started, whose tensors may be addressed, by where their tables of
+            addresses are.
     """
 
     arch: int
     counting: bool = False
     counters: dict[str, Counters] = field(default_factory=lambda: defaultdict(Counters))
     kernels: dict[str, Any] = field(default_factory=dict)
-    batch: Batch | None = None
+    batches: dict[int, Batch] = field(default_factory=dict)
 
     def executable(self, name: str) -> Executable:
         """The program of a kernel's last launch."""
@@ -91,7 +92,9 @@ class Emulation:
         """The arguments, and tensors of the step: all but gradients may be written."""
         found: dict[int, Allocation] = {}
         tensors = [(x, name, True) for name, x in arguments.items() if isinstance(x, torch.Tensor)]
-        for i, slot in enumerate(self.batch.slots if self.batch else ()):
+        table = arguments.get("address")
+        slots = () if table is None else self.batches[table.data_ptr()].slots
+        for i, slot in enumerate(slots):
             tensors += [(slot.p.detach(), f"parameter {i}", True), (slot.g, f"gradient {i}", False)]
             kept = *slot.state, slot.step, *slot.lasting, slot.residual
             tensors += [
@@ -158,8 +161,9 @@ def emulated(arch: int, counting: bool = False) -> Iterator[Emulation]:
 
     def starting(batch: Batch) -> Any:
         batch.bind()
-        emulation.batch = batch
-        return start(batch)
+        run = start(batch)
+        emulation.batches[run.tables.address.data_ptr()] = batch
+        return run
 
     with (
         taking_cpu_tensors(Driver(arch)),
