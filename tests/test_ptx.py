@@ -57,8 +57,10 @@ STORE = "st.global.b32 [%rd3], %r4;"
 EXCHANGE = "st.shared.b32 [%r2], %r1; {barrier} xor.b32 %r5, %r2, 128; ld.shared.b32 %r4, [%r5];"
 
 
-def test_threads_exchange_numbers_across_a_barrier():
-    found, counters = run(EXCHANGE.format(barrier="bar.sync 0;") + STORE)
+@pytest.mark.parametrize("name", [".shared", ".shared::cta"])
+def test_threads_exchange_numbers_across_a_barrier(name):
+    exchange = EXCHANGE.format(barrier="bar.sync 0;").replace(".shared", name)
+    found, counters = run(exchange + STORE)
     assert found.tolist() == [i ^ 32 for i in range(THREADS)]
     assert not counters.races
     assert not counters.unwritten

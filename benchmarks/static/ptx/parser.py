@@ -138,7 +138,8 @@ def parse(text: str) -> Program:
     Raises:
         UnsupportedError: for a declaration that the emulator does not know.
     """
-    program, text = Program(), _without_comments(text)
+    # Since there are clusters of programs, a program's own shared memory has the longer name, too.
+    program, text = Program(), _without_comments(text).replace(".shared::cta", ".shared")
     shared = _SHARED.search(text)
     if shared:
         program.shared = shared[1]
