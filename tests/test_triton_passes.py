@@ -9,6 +9,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import lowbit_optim
+from fuzz import is_scale
 from protocol import NEEDS_TRITON
 
 pytest.importorskip("triton", minversion="3.4", reason=NEEDS_TRITON)
@@ -65,6 +66,29 @@ def test_what_begins_to_multiply_gradients_is_seen():
             optimizer.grad_scale = None if scale is None else torch.tensor(scale, device=DEVICE)
             optimizer.step()
     torch.testing.assert_close(p.detach(), 1.0 - 0.5 * (1 - 1 + 1 + 0.25) * p.grad)
+
+
+@pytest.mark.parametrize("format", ["dynamic8", "ratio8"])
+@pytest.mark.parametrize("name", ["SGD8bit", "AdamW8bit"])
+def test_nothing_outside_of_a_tensor_counts_in_a_scale(name, format):
+    """Of moments that a step makes much smaller: short blocks forget what they have had."""
+    generator, scales = torch.Generator().manual_seed(0), []
+    random = [[torch.randn(n, generator=generator) for n in (300, 301, 2100)] for _ in range(2)]
+    gradients = [10 * x for x in random[0]], [y - 9 * x for x, y in zip(*random, strict=True)]
+    momentum = {"momentum": 0.9} if name == "SGD8bit" else {}
+    for engine, device in (("torch", "cpu"), ("triton", DEVICE)):
+        params = [torch.nn.Parameter(torch.zeros_like(x, device=device)) for x in random[0]]
+        optimizer = getattr(lowbit_optim, name)(
+            params, min_8bit_size=1, state_format=format, dither=False, **momentum
+        )
+        for row in gradients:
+            for p, g in zip(params, row, strict=True):
+                p.grad = g.to(device)
+            with lowbit_optim.use_engine(engine):
+                optimizer.step()
+        kept = [x for p in params for key, x in optimizer.state[p].items() if is_scale(key)]
+        scales.append(torch.cat([x.flatten().cpu().float() for x in kept]))
+    torch.testing.assert_close(*scales, rtol=0.2, atol=0.0)  # codes may differ by one
 
 
 def test_addresses_are_64_bit():

@@ -8,7 +8,7 @@ import triton.language as tl
 from .kinds import WARPS, KindConstants
 from .primitives import PER_THREAD, STREAM, abs, finite
 from .random import dithered_scale
-from .tiles import ALIGNED, WARP, block_bits, load, moment_bits, operand, pointer, store
+from .tiles import ALIGNED, WARP, block_bits, joined, load, moment_bits, operand, pointer, store
 
 # Of a kind.
 (
@@ -118,19 +118,24 @@ ONE, TWO = (
 
 
 @triton.jit
-def or_zero(moments, PTX: tl.constexpr):
+def or_zero(moments, mask, WHOLE: tl.constexpr, PTX: tl.constexpr):
     """Moments, or 0 in all of them where one is not finite: that element starts again.
 
-    (Three moments of PER_THREAD elements would take a third more registers at that branch.)
+    And 0 outside of the tensor. There they are not always what a code of zero is decoded to: before
+    Triton 3.9 a byte from 128 on that is put in place of what is not loaded has its sign extended
+    over those that are loaded with it. (Three moments of PER_THREAD elements would take a third
+    more registers at the branch.)
     """
     N: tl.constexpr = len(moments)
-    WHOLE: tl.constexpr = moments[0].shape[0] * moments[0].shape[1] == PER_THREAD * THREADS
-    if PTX and WHOLE and N <= 2:
+    PACKED: tl.constexpr = moments[0].shape[0] * moments[0].shape[1] == PER_THREAD * THREADS
+    if PTX and WHOLE and PACKED and N <= 2:
         return tl.inline_asm_elementwise(
             OF_ONE if N == 1 else OF_TWO, ONE if N == 1 else TWO, moments,
             dtype=(tl.float32,) * N, is_pure=True, pack=PER_THREAD,
         )  # fmt: skip
     ok, out = all_finite(moments), ()
+    if not WHOLE:
+        ok &= joined(mask)
     for k in tl.static_range(N):
         out = out + (tl.where(ok, moments[k], 0.0),)
     return out
@@ -207,7 +212,7 @@ def write_moments(
     All scales come before any code, or predicates live long and are spilled into registers.
     """
     if len(FORMAT[INEXACT]) > 0:
-        inexact = or_zero(pick(moments, FORMAT[INEXACT]), PTX)
+        inexact = or_zero(pick(moments, FORMAT[INEXACT]), mask, KINDS[KIND][WHOLE], PTX)
         moments = replaced(moments, FORMAT[INEXACT], inexact)
     RUN_HERE: tl.constexpr = KINDS[KIND][RUN]
     # No thread has an element of another one, and a warp has all of a block. (Of blocks that are
