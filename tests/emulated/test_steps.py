@@ -128,10 +128,11 @@ def weights_of(optimizer):
     return [w.detach().clone() for _, w in lowbit_optim.master_weights(optimizer)]
 
 
-def assert_same_weights(got, want, before, spacing):
+def assert_same_weights(got, want, before, spacing, decided=0.0):
     """Weights to the rounding of fp32; few of them to that of what they are stored in.
 
-    Of two elements a rounding may decide whether a number is zero, and with it the whole update.
+    Of two elements, and this part of them, a rounding may decide whether a number is zero, and with
+    it the whole update.
     """
     finite = want.isfinite()
     assert torch.equal(got.isfinite(), finite)
@@ -139,11 +140,11 @@ def assert_same_weights(got, want, before, spacing):
     moved = (want - before).abs().max() if want.numel() else 0.0
     off, in_fp32 = (got - want).abs(), 2.0**-22 * want.abs() + 2e-5 * moved
     assert int((off > in_fp32).sum()) <= 2 + 0.03 * off.numel()
-    assert int((off > in_fp32 + spacing * want.abs()).sum()) <= 2
+    assert int((off > in_fp32 + spacing * want.abs()).sum()) <= 2 + decided * off.numel()
 
 
-def assert_same_state(got, want):
-    """Numbers to the rounding of fp32, but for two of many, and codes but for a few."""
+def assert_same_state(got, want, other_codes=0.005):
+    """Numbers to the rounding of fp32, but for two of many, and codes but for this part of them."""
     assert got.keys() == want.keys()
     for key, x in got.items():
         y = want[key]
@@ -151,7 +152,7 @@ def assert_same_state(got, want):
             continue
         assert (x.shape, x.dtype) == (y.shape, y.dtype), key
         if y.dtype == torch.uint8:
-            assert int((x != y).sum()) <= 2 + 0.005 * y.numel(), key
+            assert int((x != y).sum()) <= 2 + other_codes * y.numel(), key
         elif y.is_floating_point() and y.numel():
             finite = y.isfinite()
             assert torch.equal(x.isfinite(), finite), key
@@ -315,7 +316,7 @@ def go_on_from(optimizer, params, other, others):
     """Copy weights and state that were emulated to those of the torch engine."""
     for p, q in zip(params, others, strict=True):
         q.copy_(p)
-        for key, x in optimizer.state[p].items():
+        for key, x in optimizer.state.get(p, {}).items():
             if isinstance(x, torch.Tensor):
                 other.state[q][key].copy_(x)
 
