@@ -24,7 +24,16 @@ from fuzz import (
     random_storage,
     steps_of,
 )
-from fuzz_operations import ACCEPTED, OPERATIONS, OVERRIDDEN, REFUSED, no_overrides, override
+from fuzz_operations import (
+    ACCEPTED,
+    OPERATIONS,
+    OVERRIDDEN,
+    REFUSED,
+    give_all,
+    no_overrides,
+    override,
+    random_like,
+)
 from protocol import all_parameters, identical, saved_and_loaded, snapshot
 
 SHAPES = [(), (0,), (1,), (7,), (255,), (257,), (12, 70), (12, 70), (64, 300), (4, 3, 5, 5)]
@@ -64,6 +73,9 @@ class World:
             outcomes.append(self.act_on(optimizer, operation, generator(seed)))
             self.check(optimizer)
         assert outcomes[0] == outcomes[1], f"the twin fares differently: {outcomes}"
+        self.compare()
+
+    def compare(self):
         assert identical(snapshot(self.optimizer), snapshot(self.twin)), "the twin differs"
 
     def act_on(self, optimizer, operation, rng):
@@ -212,7 +224,47 @@ def numbers_for_codes(world, rng):
         world.check(optimizer)
 
 
-WORLDS = [by_deepcopy, by_pickle, by_checkpoint, by_checkpoint, another_engine, numbers_for_codes]
+def parameters_one_by_one(world, rng):
+    """In any order, by the twin."""
+    if not world.case.fused:  # which refuses
+        return
+    seed = rng.randrange(2**31)
+    for optimizer in (world.optimizer, world.twin):
+        give_all(optimizer, generator(seed), missing=0.2)
+    world.optimizer.step()
+    world.count(world.optimizer)
+    params = list(dict.fromkeys(all_parameters(world.twin)))
+    rng.shuffle(params)
+    for p in params:
+        world.twin.step_parameter(p)
+    world.compare()
+
+
+def gradients_released(world, rng):
+    """By the twin, while the backward pass goes on."""
+    if not world.case.fused:
+        return
+    trained = [i for i, p in enumerate(all_parameters(world.twin)) if p.requires_grad]
+    if not trained:
+        return
+    seed, some = rng.randrange(2**31), rng.sample(trained, rng.randint(1, len(trained)))
+    handle = lowbit_optim.release_gradients(world.twin, bucket_bytes=rng.choice([0, 1000, 10**9]))
+    for optimizer in (world.optimizer, world.twin):
+        optimizer.zero_grad()
+        params, given = all_parameters(optimizer), generator(seed)
+        sum((params[i].double() * random_like(given, params[i])).sum() for i in some).backward()
+    world.optimizer.step()
+    world.count(world.optimizer)
+    world.twin.step()
+    handle.remove()
+    world.compare()
+
+
+WORLDS = (
+    [parameters_one_by_one] * 2
+    + [gradients_released] * 2
+    + [by_deepcopy, by_pickle, by_checkpoint, by_checkpoint, another_engine, numbers_for_codes]
+)
 
 
 def replay(seed, length=LENGTH):
