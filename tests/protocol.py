@@ -17,6 +17,8 @@ import torch
 import cases
 
 ROOT = Path(__file__).resolve().parent.parent
+# Of processes that find the packages as this one does, installed or not.
+ENV = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, (ROOT, ROOT / "kernels")))}
 ONE_PER_CLASS = cases.one_per_class()
 CLASSES = pytest.mark.parametrize("case", ONE_PER_CLASS, ids=lambda case: case.name)
 BITS = pytest.mark.parametrize("bits", [8, 32])

@@ -20,7 +20,8 @@ import lowbit_optim
 import lowbit_optim_cli
 from lowbit_optim_cli import comparison, models
 from lowbit_optim_cli.app import app
-from test_cli_estimate import ENV, ROOT, refused, run, safetensors
+from protocol import ENV, ROOT
+from test_cli_estimate import refused, run, safetensors
 
 COMMANDS = ("estimate", "inspect", "convert", "doctor", "compare")
 

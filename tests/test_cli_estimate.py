@@ -5,7 +5,6 @@ import os
 import struct
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
@@ -17,10 +16,7 @@ from footprint_models import MODELS
 from lowbit_optim_cli import estimate, headers, models, optimizers
 from lowbit_optim_cli.app import app
 from lowbit_optim_cli.errors import Refused
-
-ROOT = Path(__file__).resolve().parent.parent
-# Of processes that find the packages as this one does.
-ENV = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, (ROOT, ROOT / "kernels")))}
+from protocol import ENV
 
 
 def run(*arguments):

@@ -9,8 +9,9 @@ import tempfile
 import pytest
 
 import lowbit_optim
+from protocol import ENV
 from test_cli_checkpoints import parameters, saved, stepped
-from test_cli_estimate import ENV, refused
+from test_cli_estimate import refused
 
 WRITTEN = ("--to", "torch")
 

@@ -2,18 +2,16 @@
 
 import doctest
 import inspect
-import os
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import torch
 
 import lowbit_optim
 import sharded
+from protocol import ENV, ROOT
 
-ROOT = Path(__file__).resolve().parent.parent
 FOLDER = ROOT / "examples"
 FRAMEWORKS = {"hf_trainer.py"}  # they need more; tests/frameworks runs them
 MARKS = {"fsdp2.py": [pytest.mark.slow, sharded.fully_shard_averages]}  # it starts processes
@@ -27,9 +25,8 @@ SCRIPTS = [
 @pytest.mark.few
 def test_example_runs(script, tmp_path):
     """From another directory; each asserts by itself that it trains and resumes."""
-    path = os.pathsep.join(map(str, (ROOT, ROOT / "kernels")))  # it may not be installed
     done = subprocess.run(
-        [sys.executable, "-W", "error", FOLDER / script], env={**os.environ, "PYTHONPATH": path},
+        [sys.executable, "-W", "error", FOLDER / script], env=ENV,
         cwd=tmp_path, capture_output=True, text=True, check=False, timeout=240,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr

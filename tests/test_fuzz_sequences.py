@@ -233,7 +233,7 @@ def parameters_one_by_one(world, rng):
         give_all(optimizer, generator(seed), missing=0.2)
     world.optimizer.step()
     world.count(world.optimizer)
-    params = list(dict.fromkeys(all_parameters(world.twin)))
+    params = all_parameters(world.twin)
     rng.shuffle(params)
     for p in params:
         world.twin.step_parameter(p)

@@ -15,6 +15,7 @@ import cases
 import design
 import lowbit_optim
 import test_cut_vectors
+from protocol import all_parameters
 
 pytest.importorskip("triton", reason="the Triton engine needs the triton package")
 
@@ -86,14 +87,14 @@ def parameters(row):
     if row.tiles == "mixed" and bits is None:
         dtypes += [torch.float32, dtype, torch.bfloat16, dtype, torch.float16]
     starts = [torch.randn(shape, generator=generator) for shape in TILES[row.tiles]]
+    before = int(row.tiles == "offset")
     return [
-        torch.nn.Parameter(placed(row, x, dtypes[i % len(dtypes)])) for i, x in enumerate(starts)
+        torch.nn.Parameter(placed(x, dtypes[i % len(dtypes)], before)) for i, x in enumerate(starts)
     ]
 
 
-def placed(row, x, dtype):
-    """A copy of a tensor in memory of its own."""
-    before = int(row.tiles == "offset")
+def placed(x, dtype, before):
+    """A copy of a tensor in memory of its own, so many elements after where that begins."""
     memory = torch.zeros(before + x.numel(), dtype=dtype)
     return memory[before:].view(x.shape).copy_(x)
 
@@ -118,7 +119,7 @@ def give_gradients(row, optimizer, params, step):
         dtype = p.dtype
         if row.tiles == "mixed" and i == 3 and hasattr(p, "grad_dtype"):  # since torch 2.10
             p.grad_dtype = dtype = torch.float32
-        p.grad = placed(row, g, dtype)
+        p.grad = placed(g, dtype, int(row.tiles == "offset"))
     if row.gradients in ("scaled", "skipped"):
         optimizer.grad_scale = torch.tensor(64.0)
         optimizer.found_inf = torch.tensor(float(row.gradients == "skipped" and step == STEPS))
@@ -170,28 +171,48 @@ def assert_clean(emulation):
         assert not counters.unwritten, name
 
 
+def assert_same_step(arch, optimizer, other, spacing_of, decided=0.0, other_codes=0.005):
+    """Step an optimizer in the emulator and its twin by torch, which goes on from that one's state.
+
+    Args:
+        arch: the architecture.
+        optimizer, other: the two, with the same gradients.
+        spacing_of: the distance of the weights of a parameter that can be kept.
+        decided, other_codes: parts; see `assert_same_weights` and `assert_same_state`.
+
+    Returns:
+        The emulation.
+    """
+    before = weights_of(other)
+    with lowbit_optim.use_engine("torch"):
+        other.step()
+    with emulated(arch) as emulation, lowbit_optim.use_engine("triton"):
+        optimizer.step()
+    assert_clean(emulation)
+    params, others = all_parameters(optimizer), all_parameters(other)
+    both = zip(params, weights_of(optimizer), weights_of(other), before, strict=True)
+    for p, got, want, old in both:
+        assert_same_weights(got, want, old, spacing_of(p), decided)
+    for p, q in zip(params, others, strict=True):
+        assert_same_state(optimizer.state.get(p, {}), other.state.get(q, {}), other_codes)
+    go_on_from(optimizer, params, other, others)
+    return emulation
+
+
 @pytest.mark.parametrize(("case", "row"), list(steps()))
 def test_emulated_steps_are_those_of_torch(case, row):
     params, others = parameters(row), parameters(row)
     optimizer, other = (optimizer_of(case, row, x) for x in (params, others))
+    own, _, kept = WEIGHTS[row.weights]
+
+    def spacing_of(p):
+        return kept if p.dtype == own else max(kept, torch.finfo(p.dtype).eps)
+
     for step in range(1, STEPS + 1):
         give_gradients(row, optimizer, params, step)
         give_gradients(row, other, others, step)
-        before = weights_of(other)
-        with lowbit_optim.use_engine("torch"):
-            other.step()
-        with emulated(row.arch) as emulation, lowbit_optim.use_engine("triton"):
-            optimizer.step()
+        emulation = assert_same_step(row.arch, optimizer, other, spacing_of)
         assert {"begin", "update"} <= emulation.counters.keys()
-        assert_clean(emulation)
-        both = zip(params, weights_of(optimizer), weights_of(other), before, strict=True)
-        for p, got, want, old in both:
-            spacing = max(WEIGHTS[row.weights][2], torch.finfo(p.dtype).eps)
-            own = p.dtype == WEIGHTS[row.weights][0]
-            assert_same_weights(got, want, old, WEIGHTS[row.weights][2] if own else spacing)
-        for p, q in zip(params, others, strict=True):
-            assert_same_state(optimizer.state[p], other.state[q])
-        go_on_from(optimizer, params, other, others)
 
 
 @pytest.mark.parametrize("name", ["AdamW", "LANS"])
