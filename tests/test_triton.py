@@ -113,6 +113,18 @@ def test_half_precision_is_as_on_torch(variant, bits, dtype):
     assert_same(got, want, 2 * torch.finfo(dtype).eps, other_codes=0.01)
 
 
+def test_a_maximum_keeps_nan():
+    """As in torch.optim; a GPU's plain maximum takes the other number."""
+    p = torch.nn.Parameter(torch.ones(300, device=DEVICE))
+    optimizer = build("AdamW-amsgrad", [p], 32)
+    with lowbit_optim.use_engine("triton"):
+        for bad in (1.0, float("nan"), 1.0):
+            p.grad = torch.ones_like(p)
+            p.grad[7] = bad
+            optimizer.step()
+    assert optimizer.state[p]["max_exp_avg_sq"].isnan().nonzero().tolist() == [[7]]
+
+
 def test_a_list_of_mixed_dtypes_and_widths():
     """Norms stay per tensor, whatever else is in the group."""
     generator = torch.Generator().manual_seed(0)

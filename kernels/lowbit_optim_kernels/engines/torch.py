@@ -38,11 +38,11 @@ def _where(condition: Any, a: Any, b: Any) -> Any:
 
 
 def _maximum(a: Any, b: Any) -> Any:
-    return torch.maximum(a, b) if isinstance(b, Tensor) else a.clamp(min=b)
+    return torch.maximum(a, b) if isinstance(a, Tensor) else b.clamp(min=a)
 
 
 def _minimum(a: Any, b: Any) -> Any:
-    return torch.minimum(a, b) if isinstance(b, Tensor) else a.clamp(max=b)
+    return torch.minimum(a, b) if isinstance(a, Tensor) else b.clamp(max=a)
 
 
 def _on_tensors(fn: Callable) -> Callable:

@@ -25,8 +25,9 @@ The chain `direction` gives `u` and every moment; the engine then writes, for ev
     p = shrink * p - rate * u
 
 so `prepare` or a `combine` must give `shrink` and `rate`. The bare names of `PRIMITIVES` are bound
-per engine. Rules are straight-line code: assignments and one return. What several rules have in
-common is in `shared`.
+per engine; `maximum` and `minimum` are NaN where their second argument is, so a bound stands first.
+Rules are straight-line code: assignments and one return. What several rules have in common is in
+`shared`.
 """
 
 from __future__ import annotations

@@ -23,10 +23,10 @@ def prepare_ademamix(
     """
     bias1 = 1.0 - power(beta1, step)
     bias2 = 1.0 - power(beta2, step)
-    risen = minimum(step / where(t_alpha == 0.0, 1.0, t_alpha), 1.0)
+    risen = minimum(1.0, step / where(t_alpha == 0.0, 1.0, t_alpha))
     mixed = alpha * where(t_alpha == 0.0, 1.0, risen)
     done = step / where(t_beta3 == 0.0, 1.0, t_beta3)
-    scheduled = minimum(exp(1.0 / ((1.0 - done) / log(beta1) + done / log(beta3))), beta3)
+    scheduled = minimum(beta3, exp(1.0 / ((1.0 - done) / log(beta1) + done / log(beta3))))
     keep3 = where(step < t_beta3, scheduled, beta3)
     shrink = 1.0 - lr * weight_decay
     return (

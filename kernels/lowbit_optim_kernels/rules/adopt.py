@@ -15,7 +15,7 @@ def prepare_adopt(step, lr, beta1, beta2, eps, weight_decay, decoupled, clips, c
     first = step == 1.0
     gain1 = where(first, 0.0, 1.0 - beta1)
     gain2 = where(first, 1.0, 1.0 - beta2)
-    limit = where(clips == 1.0, power(maximum(step - 1.0, 1.0), clip_exp), 3e38)
+    limit = where(clips == 1.0, power(maximum(1.0, step - 1.0), clip_exp), 3e38)
     shrink = where(first, 1.0, 1.0 - decoupled * lr * weight_decay)
     return gain1, gain2, eps + TINY, limit, shrink, where(first, 0.0, lr)
 
@@ -23,7 +23,7 @@ def prepare_adopt(step, lr, beta1, beta2, eps, weight_decay, decoupled, clips, c
 @gives("u", "exp_avg", "exp_avg_sq")
 def adopt(g, exp_avg, exp_avg_sq, beta1, beta2, gain1, gain2, floor, limit):
     """Taniguchi et al., arXiv:2411.02853, Alg. 2."""
-    x = clipped(g / maximum(sqrt(exp_avg_sq), floor), limit)
+    x = clipped(g / maximum(floor, sqrt(exp_avg_sq)), limit)
     m = beta1 * exp_avg + gain1 * x
     return m, m, beta2 * exp_avg_sq + gain2 * (g * g)
 

@@ -20,7 +20,7 @@ def prepare_lamb(step, lr, beta1, beta2, eps, weight_decay, decoupled, bias_corr
 @gives("rate")
 def trust_rate(p_sq, u_sq, lr, trust_coefficient, norm_low, norm_high):
     """The learning rate times eta phi(||p||) / ||r||; the ratio is 1 where a norm is 0."""
-    kept = minimum(maximum(sqrt(p_sq), norm_low), norm_high)
+    kept = minimum(norm_high, maximum(norm_low, sqrt(p_sq)))
     norm = sqrt(u_sq)
     degenerate = (kept == 0.0) | (norm == 0.0)
     return where(degenerate, lr, lr * trust_coefficient * kept / where(degenerate, 1.0, norm))

@@ -20,7 +20,7 @@ def prepare_lans(step, lr, beta1, beta2, eps):
 def normalize(p_sq, g_sq, lower_bound, upper_bound):
     """The factor that makes the gradient a unit vector, 0 for a zero one; and bounded ||p||."""
     inverse_norm = where(g_sq == 0.0, 0.0, 1.0 / sqrt(where(g_sq == 0.0, 1.0, g_sq)))
-    return inverse_norm, minimum(maximum(sqrt(p_sq), lower_bound), upper_bound)
+    return inverse_norm, minimum(upper_bound, maximum(lower_bound, sqrt(p_sq)))
 
 
 @gives("g")

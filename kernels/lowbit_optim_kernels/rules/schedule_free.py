@@ -21,9 +21,9 @@ def prepare_schedule_free(
     With y = beta1 x + (1 - beta1) z, which p holds, and without x:
     y = (1 - share) y + share z - step_size (1 - beta1 (1 - share)) u.
     """
-    risen = minimum(step / where(warmup_steps == 0.0, 1.0, warmup_steps), 1.0)
+    risen = minimum(1.0, step / where(warmup_steps == 0.0, 1.0, warmup_steps))
     step_size = lr * where(warmup_steps == 0.0, 1.0, risen)
-    largest = maximum(lr_max, step_size)
+    largest = maximum(step_size, lr_max)
     weight = power(step, r) * power(largest, weight_lr_power)
     total = weight_sum + weight
     share = where(total == 0.0, 0.0, weight / where(total == 0.0, 1.0, total))

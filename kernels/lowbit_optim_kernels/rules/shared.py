@@ -59,7 +59,7 @@ def agreement(g, u):
 @gives("boost")
 def boost_agreeing(agrees, numel):
     """The factor that makes up for elements that stay: one over the share of those that move."""
-    return 1.0 / maximum(agrees / maximum(numel, 1.0), LEAST_SHARE)
+    return 1.0 / maximum(LEAST_SHARE, agrees / maximum(1.0, numel))
 
 
 @gives("u")
