@@ -326,14 +326,17 @@ for dtype, weights in ((torch.float16, PLAIN), (torch.bfloat16, WEIGHTS[16])):
 """
 
 
-@pytest.mark.parametrize(
-    "target",
-    ["cuda-75-32", "cuda-86-32", "cuda-89-32", "cuda-120-32", "hip-gfx90a-64", "hip-gfx1100-32"],
-    ids=["T4", "RTX 3090", "RTX 4090", "RTX 5090", "MI250", "RX 7900"],
-)
+GPUS = {
+    "T4": "cuda-75-32", "RTX 3090": "cuda-86-32", "RTX 4090": "cuda-89-32",
+    "RTX 5090": "cuda-120-32", "DGX Spark": "cuda-121-32", "MI250": "hip-gfx90a-64",
+    "MI350": "hip-gfx950-64", "RX 7900": "hip-gfx1100-32", "RX 9070": "hip-gfx1201-32",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("gpu", GPUS)
 @pytest.mark.slow
-def test_kernels_compile_for_the_gpus_that_people_fine_tune_on(target):
-    in_a_process("-c", SMALL_GPUS, target)
+def test_kernels_compile_for_the_gpus_that_people_fine_tune_on(gpu):
+    in_a_process("-c", SMALL_GPUS, GPUS[gpu])
 
 
 @pytest.mark.slow
