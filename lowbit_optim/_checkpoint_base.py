@@ -18,6 +18,7 @@ from ._foreign.load import as_ours
 from ._gradients import is_left_alone
 from ._manager import Overrides
 from ._parameter_numbers import ParameterNumbers, Place, all_parameters
+from ._saved_moments import present_moments
 from ._saved_state import has_begun
 from ._settings import PREVIOUS_NORM, Settings, as_number, resolved
 from ._state_base import StateBase
@@ -66,11 +67,36 @@ class CheckpointBase(StateBase):
         if _state_dicts.add_header not in self._optimizer_state_dict_post_hooks.values():
             self.register_state_dict_post_hook(_state_dicts.add_header, prepend=True)
         all_parameters(self.param_groups)  # which refuses what would be read only once
+        self._add_missing_moments()
         try:
             return super().state_dict()
         except KeyError:  # an address, which says nothing
             self._require_listed()
             raise
+
+    @steppable()
+    def _add_missing_moments(self) -> None:
+        """Give states the moments that only settings of now ask for, as the next step would.
+
+        Those of parameters that have not been stepped since `momentum` or `amsgrad` was set, which
+        a load would miss. Where no step can run with the settings there is nothing to add.
+        """
+        for group in self.param_groups:
+            settings = resolved({**self.defaults, **group})
+            try:
+                parts = self._overridden(settings)
+                self._check_settings(settings)
+            except (TypeError, ValueError):
+                continue
+            for _, part in parts:
+                moments = self._moments(part)
+                keys = {moment.key for moment in moments}
+                for p in part["params"]:
+                    state = self.state.get(p) or {}
+                    if keys <= state.keys() or "step" not in state:
+                        continue
+                    if len(present_moments(state, moments)) < len(moments):
+                        self._kept_state(p, part, self._share(p, part))
 
     def _require_listed(self) -> None:
         """Refuse state of parameters that are in no parameter group."""

@@ -16,6 +16,7 @@ from protocol import (
     give_gradients,
     identical,
     parameters,
+    saved_and_loaded,
     snapshot,
     train,
 )
@@ -165,3 +166,28 @@ def test_what_a_user_keeps_in_state_is_copied_by_a_load():
     optimizer.load_state_dict(saved)
     saved["state"]["ema"]["decay"][0].zero_()
     assert torch.equal(optimizer.state["ema"]["decay"][0], torch.ones(3))
+
+
+@pytest.mark.parametrize(
+    ("name", "key", "value"),
+    [
+        ("AdamW", "amsgrad", True), ("SGD", "momentum", 0.9), ("RMSprop", "momentum", 0.9),
+        ("RMSprop", "centered", True),
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("stored", [{"optim_bits": 32}, {}, {"state_format": "ratio8"}], ids=str)
+def test_a_parameter_not_stepped_since_a_setting_asked_for_another_moment(name, key, value, stored):
+    """Is saved with the moment that its next step would make, or no load would take it."""
+    make = {"lr": 0.01, "min_8bit_size": 1, "optim_bits": 8, **stored}
+    optimizer = getattr(lowbit_optim, name)(parameters(), **make)
+    train(optimizer, 2)
+    optimizer.param_groups[0][key] = value
+    first, *others = all_parameters(optimizer)
+    for p in others:
+        p.grad = None
+    first.grad = torch.ones_like(first)
+    optimizer.step()
+    straight = copy.deepcopy(optimizer)
+    resumed = getattr(lowbit_optim, name)(copy.deepcopy(all_parameters(optimizer)), **make)
+    resumed.load_state_dict(saved_and_loaded(optimizer.state_dict()))
+    assert identical(snapshot(train(straight, 2)), snapshot(train(resumed, 2)))
