@@ -34,7 +34,7 @@ def vector(seed, length=LENGTH):
 
 
 def changed(rank, world, folder):
-    """Beside a twin that is not sharded, before and after a change, and back again."""
+    """Beside a twin that is not sharded, before and after a change, saved then, and back again."""
     mesh = init_device_mesh("cpu", (world,))
     for name, first, later in CHANGES.values():
         plain = nn.Parameter(vector(0))
@@ -48,6 +48,7 @@ def changed(rank, world, folder):
                 before = {**optimizer.defaults, **first}
                 (group,) = optimizer.param_groups
                 group.update(later if step in (1, 2) else {key: before[key] for key in later})
+                optimizer.load_state_dict(optimizer.state_dict())
                 optimizer.step()
             (state,) = optimizers[1].state.values()
             assert all(is_dtensor(x) for x in state.values() if x.ndim)  # none that is not kept
