@@ -262,7 +262,9 @@ def _scales(flat: Mapping[str, Any], i: int, count: int, numel: int) -> tuple[li
     require_scales(key, scales)
     for block, length in blocks.items():
         if tuple(scales.shape) == ((count, length) if count > 1 else (length,)):
-            return list(scales.detach().reshape(count, length).unbind(0)), block
+            # Of a tensor without elements `max` has a scale all the same, which is no block's.
+            own = scales.detach().reshape(count, length)[:, : -(-numel // block)]
+            return list(own.unbind(0)), block
     of = "one a tensor" if key.startswith("max") else f"one a block of {BLOCKS[0]} or {BLOCKS[1]}"
     allowed = " or ".join(str((count, n) if count > 1 else (n,)) for n in blocks.values())
     raise ValueError(f"{key!r} has shape {tuple(scales.shape)}; {of} elements is {allowed}")
