@@ -1,4 +1,7 @@
-"""State dicts for other libraries on another device than the parameters', a parameter at a time."""
+"""State dicts for other libraries on another device than the parameters', a parameter at a time.
+
+And of a parameter that has not been stepped yet.
+"""
 
 import weakref
 from functools import partial
@@ -80,3 +83,14 @@ def test_numbers_are_let_go_when_they_are_coded(monkeypatch):
     to_bitsandbytes_state_dict(trained("AdamW"))
     assert len(alive) == 3
     assert max(alive) <= 2
+
+
+@pytest.mark.parametrize("family", ["SGD", "Adagrad", "AdamW", "RMSprop"])
+def test_what_a_user_keeps_before_the_first_step_is_no_state(family):
+    """To most classes of the others it would be one, without moments; torch's SGD reads its own."""
+    optimizer = trained(family, **({"momentum": 0.9} if family == "SGD" else {}))
+    optimizer.state[optimizer.param_groups[0]["params"][3]]["mine"] = 3
+    assert to_bitsandbytes_state_dict(optimizer)["state"].keys() == {0, 1, 2}
+    written = to_torch_state_dict(optimizer)["state"]
+    read = {"SGD": {"mine"}, "Adagrad": {"mine", "sum", "step"}}.get(family)
+    assert (written[3].keys() if 3 in written else None) == read

@@ -185,12 +185,6 @@ def test_what_a_user_has_put_into_state_is_copied(write, format):
         write(optimizer)
 
 
-def test_a_state_without_a_step_is_written_for_sgd():
-    optimizer = lowbit_optim.SGD(params_of([(5,)]), momentum=0.9)
-    optimizer.state[optimizer.param_groups[0]["params"][0]]["mine"] = 3
-    assert to_torch_state_dict(optimizer)["state"] == {0: {"mine": 3}}
-
-
 @pytest.mark.parametrize("write", [to_torch_state_dict, to_bitsandbytes_state_dict])
 def test_what_is_written_does_not_follow_the_default_dtype(write):
     optimizer = trained("AdamW", 8)

@@ -19,7 +19,7 @@ from lowbit_optim_kernels.rules.sgd import MOMENTUM
 from lowbit_optim_kernels.rules.shared import NORMS
 from lowbit_optim_kernels.weights import RESIDUAL_KEY
 
-from .. import _saved_moments, _settings, _sharding, _state_dicts
+from .. import _saved_moments, _saved_state, _settings, _sharding, _state_dicts
 from .._optimizer import LowBitOptimizer, require_own
 from .._settings import EXACT, NON_SETTING_KEYS, as_number
 
@@ -35,13 +35,15 @@ class Member:
         index: its number in the state dict.
         p: the parameter.
         settings: those that it is stepped with.
-        state: its state; empty before its first step.
+        state: all that is kept of it.
+        begun: whether that is more than what a user keeps of it before its first step.
     """
 
     index: int
     p: Tensor
     settings: Mapping[str, Any]
     state: Mapping[str, Any]
+    begun: bool
 
     @property
     def where(self) -> str:
@@ -141,10 +143,18 @@ def groups_of(optimizer: LowBitOptimizer) -> Iterator[Group]:
             },
             added={key: _beside(x) for key, x in group.items() if key not in known},
             members=tuple(
-                Member(indices.setdefault(p, len(indices)), p, parts[p], optimizer.state.get(p, {}))
+                _member(optimizer, indices.setdefault(p, len(indices)), p, parts[p])
                 for p in group["params"]
             ),
         )
+
+
+def _member(
+    optimizer: LowBitOptimizer, index: int, p: Tensor, settings: Mapping[str, Any]
+) -> Member:
+    state = optimizer.state.get(p, {})
+    begun = _saved_state.has_begun(state, optimizer._moments(settings))
+    return Member(index, p, settings, state, begun)
 
 
 def _require_inherited(number: int, part: Mapping[str, Any], inherited: Mapping[str, Any]) -> None:

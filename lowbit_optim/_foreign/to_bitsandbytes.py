@@ -55,7 +55,8 @@ def to_bitsandbytes_state_dict(
 
     Returns:
         A dict with `state` and `param_groups` that shares no memory with the optimizer. What a user
-        has put into these is in it.
+        has put into these is in it, but for states of parameters before their first step, which
+        would be taken for states without moments.
 
     Raises:
         TypeError: if it is no optimizer of this package.
@@ -138,7 +139,7 @@ def write(
     state: dict[int, dict[str, Any]] = {}
     sources, whole = original.sources(), its.whole and layout == "flat"
     for member in (member for group in groups for member in group.members):
-        if member.state:
+        if member.begun:
             flat = on_device(_state(its, member, sources.pop(member.index), whole), device)
             laid_out = flat if layout == "flat" else _nested(flat)
             state[member.index] = {**laid_out, **member.added}
@@ -153,7 +154,7 @@ def _settings(its: Family, group: Group) -> dict[str, Any]:
         required = {key: x for key, x in required.items() if key not in OF_DECAY}
     if not its.by_constructor:
         required.update(NOT_BY_CONSTRUCTOR)
-    if not all(member.state for member in group.members):  # its Adagrad begins at zero
+    if not all(member.begun for member in group.members):  # its Adagrad begins at zero
         required["initial_accumulator_value"] = 0.0
     group.require(required, "bitsandbytes")
     unused = {"betas": (0.0, 0.0), "eps": 0.0, "alpha": 0.0, "t_alpha": None, "t_beta3": None}

@@ -35,7 +35,8 @@ def to_torch_state_dict(
 
     Returns:
         A dict with `state` and `param_groups` that shares no memory with the optimizer. What a user
-        has put into these is in it.
+        has put into these is in it, but for states of parameters before their first step where
+        its class would take them for states without moments.
 
     Raises:
         TypeError: if it is no optimizer of this package.
@@ -76,15 +77,14 @@ def _state(
     state = member.added
     # A buffer says to torch's SGD, which counts no steps, that there has been one. A step that an
     # AMP scaler has skipped was none.
-    unbegun = optimizer.family == "SGD" and member.state and member.steps == 0
-    if member.state and not unbegun:
+    if member.begun and not (optimizer.family == "SGD" and member.steps == 0):
         state.update(on_device(member.numbers(optimizer), device))
     elif optimizer.family == "Adagrad":  # torch's has state from the start
         start = member.settings["initial_accumulator_value"]
         whole = torch.full_like(member.p, start, memory_format=torch.preserve_format, device=device)
         state["sum"] = whole
-    else:
-        return state
+    else:  # what a user has there would be a state without moments to its other classes
+        return state if optimizer.family == "SGD" else {}
     if optimizer.family != "SGD":  # torch's counts no steps
         steps = torch.tensor(member.steps, dtype=STEP_DTYPE, device="cpu")
         state["step"] = _saved_state.saved_step(steps)
