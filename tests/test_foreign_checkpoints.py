@@ -13,6 +13,7 @@ import lowbit_optim
 from foreign_files import FOLDER, OPTIONS
 from foreign_states import (
     MOMENTS,
+    NESTED,
     TORN,
     WHOLE,
     build,
@@ -117,6 +118,15 @@ def test_groups_say_what_they_said_there(family):
     assert not group.keys() & {"block_wise", "is_paged"}
     if family == "AdEMAMix":
         assert group["t_alpha"] is None
+
+
+@pytest.mark.parametrize("layout", ["flat", "nested"])
+def test_none_is_nothing(layout):
+    (p,) = params_of([(300,)])
+    saved = foreign("Lion", [(300,)], layout)
+    state = saved["state"][0]
+    state.get(NESTED, state).update(state2=None, qmap2=None)
+    assert "exp_avg_absmax" in load(build("Lion", [p]), saved).state[p]
 
 
 OTHER_MEANING = {("LARS", "eps"), ("RMSprop", "alpha")}

@@ -37,7 +37,7 @@ class Library(ABC):
         """A parameter's saved state as one of ours.
 
         Args:
-            saved: its state, not empty and without None.
+            saved: its state, not empty; None says nothing there.
             p: the parameter.
             family: of the optimizer that loads it.
 

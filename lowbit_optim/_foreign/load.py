@@ -48,8 +48,7 @@ def as_ours(optimizer: StateBase, state_dict: Any) -> Any:
             if not isinstance(saved, Mapping) or not saved:
                 continue
             with _state_dicts.refusing(f"{where}: {_state_dicts.place(index, p)}"):
-                own = {key: value for key, value in saved.items() if value is not None}
-                converted["state"][index], exact[index] = library.state(own, p, family)
+                converted["state"][index], exact[index] = library.state(saved, p, family)
     said = f"{name} converts a state_dict of {library.name}: {_kept(list(exact.values()))}"
     _checks.warn_user(said, "torch")  # whose hooks are between this line and the caller's
     return converted
@@ -69,8 +68,7 @@ def codes_of(optimizer: StateBase, state_dict: Any) -> dict[int, dict[str, Coded
         for p, index in zip(group["params"], old["params"], strict=True):
             number = numbers.setdefault(p, len(numbers))
             if saved := state_dict["state"].get(index):
-                own = {key: value for key, value in saved.items() if value is not None}
-                found[number] = library.codes(own, p, optimizer.family)
+                found[number] = library.codes(saved, p, optimizer.family)
     return found
 
 
