@@ -129,6 +129,13 @@ def test_none_is_nothing(layout):
     assert "exp_avg_absmax" in load(build("Lion", [p]), saved).state[p]
 
 
+def test_a_group_that_says_no_momentum_has_that_of_the_optimizer():
+    saved = foreign("SGD", [(5,)])
+    del saved["param_groups"][0]["betas"]
+    optimizer = load(build("SGD", params_of([(5,)]), momentum=0.25), saved)
+    assert optimizer.param_groups[0]["momentum"] == 0.25
+
+
 OTHER_MEANING = {("LARS", "eps"), ("RMSprop", "alpha")}
 
 

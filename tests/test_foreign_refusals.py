@@ -1,6 +1,7 @@
 """State dicts of bitsandbytes that are bad are refused, and nothing has changed then."""
 
 import copy
+import re
 import warnings
 
 import pytest
@@ -53,6 +54,8 @@ BAD = [
     (at("qmap1", lambda x: x[:255]), r"'qmap1' must be a tensor of 256 numbers; got \(255,\)"),
     (at("qmap1", lambda x: x.flip(0)), "'qmap1' must be finite numbers in ascending order"),
     (at("qmap2", lambda x: put(x, 3, float("nan"))), "'qmap2' must be finite numbers"),
+    (at("qmap2", lambda x: put(x, 255, float("inf"))), "'qmap2' must be finite numbers"),
+    (at("qmap2", lambda x: x.int()), "'qmap2' must be a dense tensor"),
     (at("qmap2", lambda x: put(x, 0, -1.0)), "'state2' has codes of negative numbers"),
     (at("absmax1", lambda x: x.to("meta")), "'absmax1' is a tensor on the meta device"),
     (at("qmap2", lambda x: x.to("meta")), "'qmap2' is a tensor on the meta device"),
@@ -121,8 +124,10 @@ def test_a_broken_layout_is_refused():
     saved["state"][0] = {"step": 3, NESTED: [1, 2]}
     assert_refused("AdamW", [(300,)], saved, "'__bnb_optimizer_quant_state__' must be a dict")
     saved = foreign("SGD", [(300,)])
-    saved["param_groups"][0]["betas"] = 0.9
-    assert_refused("SGD", [(300,)], saved, r"betas must be numbers.*momentum; got 0\.9")
+    for betas in (0.9, ()):
+        saved["param_groups"][0]["betas"] = betas
+        match = rf"betas must be numbers.*momentum; got {re.escape(repr(betas))}"
+        assert_refused("SGD", [(300,)], saved, match)
     saved = foreign("AdEMAMix", [(300,)])
     saved["param_groups"][0]["t_alpha"] = torch.ones(2)
     with pytest.warns(UserWarning, match="converts"):
