@@ -1,6 +1,6 @@
 """State dicts for other libraries on another device than the parameters', a parameter at a time.
 
-And of a parameter that has not been stepped yet.
+And of parameters that have not been stepped yet, or are shards.
 """
 
 import weakref
@@ -94,3 +94,21 @@ def test_what_a_user_keeps_before_the_first_step_is_no_state(family):
     written = to_torch_state_dict(optimizer)["state"]
     read = {"SGD": {"mine"}, "Adagrad": {"mine", "sum", "step"}}.get(family)
     assert (written[3].keys() if 3 in written else None) == read
+
+
+@pytest.mark.parametrize("write", [to_torch_state_dict, to_bitsandbytes_state_dict])
+def test_shards_are_refused(write):
+    """Other libraries know none, and a rank has only its own."""
+    fake = pytest.importorskip("torch.testing._internal.distributed.fake_pg")
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import DTensor, Shard
+
+    torch.distributed.init_process_group("fake", store=fake.FakeStore(), rank=0, world_size=2)
+    try:
+        mesh = init_device_mesh("cpu", (2,))
+        spread = DTensor.from_local(torch.ones(2, 3), mesh, [Shard(0)], run_check=False)
+        optimizer = lowbit_optim.AdamW8bit([torch.nn.Parameter(spread)])
+        with pytest.raises(ValueError, match=r"parameter group 0 has DTensors; .*full_state_dict"):
+            write(optimizer)
+    finally:
+        torch.distributed.destroy_process_group()
