@@ -63,6 +63,24 @@ def test_numbers_are_coded_once_for_bitsandbytes(tmp_path, family, library):
         assert torch.equal(new["state"][3][f"absmax{i}"], scales)
 
 
+def test_an_element_whose_square_is_infinite_is_coded_as_zero(tmp_path):
+    """Both of its moments, as in a step."""
+    optimizer = stepped(torch.optim.AdamW, "AdamW")
+    optimizer.state[optimizer.param_groups[0]["params"][3]]["exp_avg_sq"].view(-1)[1] = torch.inf
+    of = "--to", "bitsandbytes", "--format", "dynamic8"
+    new = converted(saved(tmp_path / "run.pt", optimizer), tmp_path / "new.pt", *of)["state"][3]
+    coded = [new[f"qmap{i}"][new[f"state{i}"].view(-1)[:2].long()] for i in (1, 2)]
+    assert [float(x[1]) for x in coded] == [0, 0]
+    assert all(float(x[0]) for x in coded)
+
+
+def test_an_empty_tensor_has_a_scale_a_tensor_too(tmp_path):
+    file_of_bitsandbytes(tmp_path / "a.pt", "LARS", [(0,)])
+    of = "--to", "bitsandbytes", "--layout", "flat", "--optimizer", "LARS"
+    new = converted(tmp_path / "a.pt", tmp_path / "b.pt", *of)["state"][0]
+    assert new["max1"].shape == new["new_max1"].shape == (1,)
+
+
 @pytest.mark.parametrize("layout", ["flat", "nested"])
 def test_one_scale_a_tensor_is_coded_once_into_blocks_and_back(tmp_path, layout):
     """8-bit LAMB and LARS of bitsandbytes before and after 0.50."""

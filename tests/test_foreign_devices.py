@@ -1,6 +1,6 @@
 """State dicts for other libraries on another device than the parameters', a parameter at a time.
 
-And of parameters that have not been stepped yet, or are shards.
+And of parameters that are fp64, have not been stepped yet, or are shards.
 """
 
 import weakref
@@ -83,6 +83,14 @@ def test_numbers_are_let_go_when_they_are_coded(monkeypatch):
     to_bitsandbytes_state_dict(trained("AdamW"))
     assert len(alive) == 3
     assert max(alive) <= 2
+
+
+def test_state_of_an_fp64_parameter_is_fp32_for_bitsandbytes():
+    p = torch.nn.Parameter(torch.ones(5, dtype=torch.float64))
+    p.grad = torch.ones_like(p)
+    optimizer = lowbit_optim.AdamW32bit([p])
+    optimizer.step()
+    assert to_bitsandbytes_state_dict(optimizer)["state"][0]["state2"].dtype == torch.float32
 
 
 @pytest.mark.parametrize("family", ["SGD", "Adagrad", "AdamW", "RMSprop"])

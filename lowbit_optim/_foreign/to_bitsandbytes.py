@@ -199,7 +199,7 @@ def _coded(
 ) -> tuple[Tensor, Tensor]:
     """A moment's codes and scales; those that there are, if they are what bitsandbytes has."""
     shape = member.p.shape
-    there, block = source.codes.get(moment.key), max(shape.numel(), 1) if whole else BLOCKS[0]
+    there, block = source.codes.get(moment.key), shape.numel() if whole else BLOCKS[0]
     if there is not None and shape.numel() and there.is_in(block, create_dynamic_map(signed)):
         return there.codes.clone(), there.scales.float().clone()
     if whole:

@@ -81,8 +81,7 @@ def _state(
         state.update(on_device(member.numbers(optimizer), device))
     elif optimizer.family == "Adagrad":  # torch's has state from the start
         start = member.settings["initial_accumulator_value"]
-        whole = torch.full_like(member.p, start, memory_format=torch.preserve_format, device=device)
-        state["sum"] = whole
+        state["sum"] = torch.full_like(member.p, start, device=device)
     else:  # what a user has there would be a state without moments to its other classes
         return state if optimizer.family == "SGD" else {}
     if optimizer.family != "SGD":  # torch's counts no steps
