@@ -1,6 +1,6 @@
 """State dicts for other libraries on another device than the parameters', a parameter at a time.
 
-And of parameters that are fp64, have not been stepped yet, or are shards.
+And of parameters that are fp64, listed twice, have not been stepped yet, or are shards.
 """
 
 import weakref
@@ -83,6 +83,16 @@ def test_numbers_are_let_go_when_they_are_coded(monkeypatch):
     to_bitsandbytes_state_dict(trained("AdamW"))
     assert len(alive) == 3
     assert max(alive) <= 2
+
+
+@pytest.mark.parametrize("write", [to_torch_state_dict, to_bitsandbytes_state_dict])
+def test_a_parameter_that_is_listed_twice_is_written_once(write):
+    optimizer = trained("AdamW")
+    wanted = write(optimizer)["state"]
+    optimizer.param_groups[0]["params"] *= 2
+    written = write(optimizer)
+    assert written["param_groups"][0]["params"] == [0, 1, 2, 3] * 2
+    assert identical(written["state"], wanted)
 
 
 def test_state_of_an_fp64_parameter_is_fp32_for_bitsandbytes():

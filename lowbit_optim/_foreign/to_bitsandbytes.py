@@ -139,7 +139,7 @@ def write(
     state: dict[int, dict[str, Any]] = {}
     sources, whole = original.sources(), its.whole and layout == "flat"
     for member in (member for group in groups for member in group.members):
-        if member.begun:
+        if member.begun and member.index not in state:  # one that is listed twice
             flat = on_device(_state(its, member, sources.pop(member.index), whole), device)
             laid_out = flat if layout == "flat" else _nested(flat)
             state[member.index] = {**laid_out, **member.added}
