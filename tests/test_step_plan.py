@@ -256,9 +256,9 @@ def test_another_kind_of_gradient_is_seen(kind, reused):
         optimizer = build()
         p = all_parameters(optimizer)[0]
         p.grad_dtype = None  # any
-        for t in range(5):
+        for t in range(6):
             give_gradients(all_parameters(optimizer), t)
-            if t == 3:
+            if t in (3, 4):
                 g, p.grad = GRADIENTS[kind](p.grad), None
                 p.grad = g
             if thorough:
@@ -266,8 +266,9 @@ def test_another_kind_of_gradient_is_seen(kind, reused):
             optimizer.step()
         made.append(snapshot(optimizer))
     assert identical(*made)
-    again = [True, True] if kind == "none" else [False, False]  # it is left out of a step
-    assert [step[0] for step in reused[:5]] == [False, True, True, *again]
+    # What is missing is left out of a step, and what is negative looked at in each.
+    then = {"none": [True] * 3, "negative view": [False] * 3}.get(kind, [False, True, False])
+    assert [step[0] for step in reused[:6]] == [False, True, True, *then]
 
 
 def test_a_sparse_gradient_is_refused_after_dense_ones():

@@ -195,8 +195,7 @@ class StepPlan:
         """The places of parameters that a batch steps in copies, by those of their slots in it."""
         if not self.staged:
             return {}
-        slots = {k: slot.index for k, slot in enumerate(batch.slots) if k not in batch.missing}
-        return {k: i for k, i in slots.items() if i in self.staged}
+        return {k: slot.index for k, slot in enumerate(batch.slots) if slot.index in self.staged}
 
     def renew_copies(self, batch: Batch) -> None:
         """Copy what is held to where a batch steps it."""
