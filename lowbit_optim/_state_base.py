@@ -207,7 +207,7 @@ class StateBase(Optimizer):
         def harmless(x: Tensor) -> Tensor:
             lost = x.isnan()
             for square in squares:
-                if square.shape == x.shape and square.is_floating_point():
+                if square.shape == x.shape:  # codes are finite, too
                     lost |= ~square.detach().to(x.device).isfinite()
             return lost
 

@@ -94,6 +94,18 @@ def test_an_infinite_moment_over_a_finite_square_is_refused_of_cautious_ones_too
         cls(parameters(), lr=0.01, **options).load_state_dict(saved)
 
 
+@pytest.mark.parametrize("shape", [(12, 70), (7,)])
+def test_codes_of_squares_say_nothing_of_an_infinite_moment(shape):
+    options = {"lr": 0.01, "cautious": True, "min_8bit_size": 1}
+    saved = train(lowbit_optim.AdamW8bit(parameters(), **options), 1).state_dict()
+    state = saved["state"][0]
+    state["exp_avg"] = torch.full_like(state["exp_avg"], math.inf, dtype=torch.float32)
+    del state["exp_avg_absmax"]
+    state["exp_avg_sq"] = state["exp_avg_sq"].new_zeros(shape)
+    with pytest.raises(ValueError, match="'exp_avg' has elements that are not finite"):
+        lowbit_optim.AdamW8bit(parameters(), **options).load_state_dict(saved)
+
+
 @pytest.mark.parametrize("dither", [True, False])
 def test_a_positive_square_has_no_code_of_zero(dither, engine, device):
     """However far below the largest one of its block it is."""

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 import lowbit_optim
+from lowbit_optim._parameter_numbers import ParameterNumbers
 from protocol import CLASSES, build, identical, parameters, snapshot, train
 from test_settings import refused_by_a_step
 
@@ -115,3 +116,20 @@ def test_bits_that_are_changed_after_a_load_count_alone():
     optimizer.param_groups[0]["optim_bits"] = 32
     train(optimizer, 1)
     assert optimizer.param_groups[0]["state_format"] is None
+
+
+def test_places_follow_lists_between_steps():
+    """As of parameters that are stepped one by one; what has gone is let go in the next step."""
+    p, q, r = parameters(shapes=((3,), (4,), (5,)))
+    groups, numbers = [{"params": [p]}, {"params": [q]}], ParameterNumbers()
+    assert numbers.renew([p, q], groups)
+    assert numbers.place_of(q, groups) == (1, 1, 0)
+    groups[0]["params"].insert(0, r)
+    assert numbers.place_of(q, groups) == (2, 1, 0)
+    groups.pop()
+    assert numbers.place_of(q, groups) is None
+    assert numbers.place_of(p, groups) == (1, 0, 1)
+    groups[0]["params"].pop()
+    assert numbers.place_of(p, groups) is None
+    assert numbers.renew([r], groups)
+    assert not numbers.places
