@@ -18,6 +18,7 @@ from protocol import (
     parameters,
     saved_and_loaded,
     snapshot,
+    tensors_of,
     train,
 )
 
@@ -160,12 +161,22 @@ def test_a_tensor_of_the_state_that_becomes_another_in_place_is_refused(replaced
 
 
 def test_what_a_user_keeps_in_state_is_copied_by_a_load():
-    optimizer = train(lowbit_optim.AdamW8bit(parameters()), 1)
+    """Beside parameters' states, and in them before a first step and after."""
+    p, q = params = parameters()
+    optimizer = with_averages(lowbit_optim.AdamW8bit(params))
+    give_gradients([q], 0)
+    optimizer.step()
     saved = optimizer.state_dict()
     saved["state"]["ema"] = {"decay": [torch.ones(3)]}
     optimizer.load_state_dict(saved)
     saved["state"]["ema"]["decay"][0].zero_()
     assert torch.equal(optimizer.state["ema"]["decay"][0], torch.ones(3))
+    states = list(optimizer.state.values())
+    kept = copy.deepcopy(states)
+    for x in tensors_of(saved["state"]):
+        x.zero_()
+    assert identical(states, kept)
+    assert all("ema" in optimizer.state[x] for x in (p, q))
 
 
 @pytest.mark.parametrize(
@@ -191,3 +202,16 @@ def test_a_parameter_not_stepped_since_a_setting_asked_for_another_moment(name, 
     resumed = getattr(lowbit_optim, name)(copy.deepcopy(all_parameters(optimizer)), **make)
     resumed.load_state_dict(saved_and_loaded(optimizer.state_dict()))
     assert identical(snapshot(train(straight, 2)), snapshot(train(resumed, 2)))
+
+
+@BITS
+def test_a_moment_in_another_order_of_memory_is_read_by_its_elements(bits):
+    made = []
+    for turned in (False, True):
+        cls = getattr(lowbit_optim, f"AdamW{bits}bit")
+        optimizer = train(cls(parameters(), min_8bit_size=1), 1)
+        state = optimizer.state[all_parameters(optimizer)[0]]
+        if turned:
+            state["exp_avg"] = state["exp_avg"].t().contiguous().t()
+        made.append(snapshot(train(optimizer, 2, first=1)))
+    assert identical(*made)

@@ -36,3 +36,11 @@ def test_weights_are_numbered_as_in_the_state_dict_whatever_is_left_out():
     saved = [group["params"] for group in optimizer.state_dict()["param_groups"]]
     assert saved == [[0, 1], [2]]
     assert list(dict(master_weights(optimizer))) == [1, 2]
+
+
+def test_names_stay_where_a_state_dict_has_none():
+    """As in torch.optim."""
+    model = torch.nn.Linear(3, 3)
+    named = lowbit_optim.AdamW8bit(model.named_parameters())
+    named.load_state_dict(lowbit_optim.AdamW8bit(model.parameters()).state_dict())
+    assert named.param_groups[0]["param_names"] == ["weight", "bias"]

@@ -270,3 +270,16 @@ def test_a_parameter_that_is_listed_twice_is_switched_once():
     assert torch.equal(ends[0], ends[2])
     assert torch.equal(ends[1], ends[3])
     assert not torch.equal(ends[0], ends[1])
+
+
+def test_a_state_dict_that_does_not_say_the_mode_changes_none():
+    """As one that a script has cut down to torch's keys."""
+    _, optimizer = build()
+    train(optimizer, 1)
+    optimizer.eval()
+    saved = optimizer.state_dict()
+    mode = {key: saved["param_groups"][0].pop(key) for key in optimizer.FIXED}
+    optimizer.load_state_dict(saved)
+    assert mode.items() <= optimizer.param_groups[0].items()
+    optimizer.train()
+    train(optimizer, 1)

@@ -379,3 +379,11 @@ def test_state_of_a_parameter_that_is_quantized_now_is_taken_along():
     after.load_state_dict(saved)
     after.step()
     assert identical(after.state_dict()["state"], before.state_dict()["state"])
+
+
+def test_bits_that_a_frozen_weight_has_not_are_refused_once_it_has_a_gradient():
+    p = torch.nn.Parameter(torch.ones(3, dtype=torch.float16), requires_grad=False)
+    optimizer = lowbit_optim.AdamW8bit([p], master_weight_bits=24)
+    optimizer.step()
+    p.grad = torch.ones_like(p)
+    assert refused_by_a_step(optimizer, "master_weight_bits must be None or 'auto'")
