@@ -42,7 +42,7 @@ def saved_step(step: Tensor) -> Tensor:
 
 def as_step(value: Any) -> int:
     """The number of steps that a checkpoint says have been taken."""
-    if isinstance(value, Tensor) and (value.numel() != 1 or value.is_complex()):
+    if isinstance(value, Tensor) and value.numel() != 1:
         raise ValueError(f"'step' must be one number, got a tensor of shape {tuple(value.shape)}")
     if isinstance(value, Tensor) and value.is_meta:  # there is no number there
         return 0
@@ -108,7 +108,7 @@ def _require_lasting(x: Lasting, value: Any) -> None:
 
 def _check_lasting(x: Lasting, value: Any) -> None:
     _require_lasting(x, value)
-    if not (all_finite(value, 0) or (x.history and extent(value) == (x.start, x.start))):
+    if not (all_finite(value, 0) or extent(value) == (x.start, x.start)):
         raise ValueError(f"{x.key!r} must hold finite numbers >= 0")
 
 
