@@ -3,6 +3,9 @@
 Which is how shards take them.
 """
 
+import ctypes
+import time
+
 import numpy as np
 import pytest
 import torch
@@ -11,7 +14,9 @@ import lowbit_optim
 from protocol import give_gradients, identical, parameters, pass_by_pass, snapshot, train
 
 pytest.importorskip("numba")
-from lowbit_optim_kernels.engines.numba import tables, threads
+from lowbit_optim_kernels.engines.numba import job, tables, threads
+
+COMBINE = job.COMBINE // job.WORD  # a word of a row
 
 # Coded and exact moments by turns, so that tensors of one function do not follow each other; one of
 # no elements; one that is larger than a window; short rows.
@@ -131,6 +136,38 @@ def test_pieces_of_a_thread_that_does_not_come_back_are_done_again(number, monke
     monkeypatch.setattr(threads.Job, "run", run)
     assert identical(trained("LANS8bit", [torch.float32]), expected)
     assert len(running) == 3
+
+
+def test_no_thread_goes_on_before_the_norms_are_combined(monkeypatch):
+    """Which another thread may take its time for."""
+    torch.set_num_threads(2)
+    expected = trained("LANS8bit", [torch.float32])
+    function, seen, whole = ctypes.CFUNCTYPE(None, ctypes.c_int64), [], tables.Sweep.run
+
+    def slow(row):
+        combine = function(int(row[COMBINE]))
+        combined = ctypes.c_int64.from_address(int(row[job.TICKETS // job.WORD]) + job.COMBINED)
+
+        def combine_slowly(tensor):
+            seen.append(combined.value)
+            time.sleep(0.002)
+            combine(tensor)
+
+        return function(combine_slowly)
+
+    def sweep(self, part):
+        reductions = self.parts[part][:, job.TERMS // job.WORD] > 0
+        before = self.parts[part].copy()
+        combining = [slow(row) for row in before[reductions]]
+        addresses = [ctypes.cast(one, ctypes.c_void_p).value for one in combining]
+        self.parts[part][reductions, COMBINE] = addresses
+        whole(self, part)
+        self.parts[part][:] = before
+
+    monkeypatch.setattr(tables.Sweep, "run", sweep)
+    assert identical(trained("LANS8bit", [torch.float32]), expected)
+    assert seen
+    assert not any(seen)
 
 
 @pytest.mark.parametrize("most", [1, 100, 1000, 10**6])
