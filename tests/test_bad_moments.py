@@ -9,6 +9,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import lowbit_optim
 from lowbit_optim import _master_weights
 from lowbit_optim._tensor_checks import extent
+from lowbit_optim_kernels.formats import dynamic8
 from protocol import (
     BY_ENGINE,
     all_parameters,
@@ -115,6 +116,39 @@ def test_a_positive_square_has_no_code_of_zero(dither, engine, device):
     p.grad[5] = 1e8
     optimizer.step()
     assert (optimizer.state[p]["exp_avg_sq"] > 0).all()
+
+
+def slow_average(p, name="SGD", key="momentum_buffer", **options):
+    """The codes and scales of an average of p's gradients after one step, by dither."""
+    options = options or {"momentum": 0.999}
+    optimizer = getattr(lowbit_optim, f"{name}8bit")([p], lr=1e-30, min_8bit_size=1, **options)
+    optimizer.step()
+    state = optimizer.state[p]
+    return state[key].cpu(), state[f"{key}_absmax"].cpu()
+
+
+def test_numbers_far_below_the_largest_are_zero_by_dither(engine, device):
+    """Squares have the lowest code that is not zero."""
+    p = torch.nn.Parameter(torch.ones(20, 256, device=device))
+    p.grad = torch.logspace(0, -16, 256, device=device).expand(20, -1).clone()
+    p.grad[1::2] *= -1
+    p.grad[:, 0] = 1.0
+    codes, _ = slow_average(p)
+    assert (codes[:, 0] == 255).all()
+    assert (codes[:, 160:] == 127).all()
+    codes, _ = slow_average(p, "AdamW", "exp_avg_sq", betas=(0.9, 0.999))
+    assert (codes[:, 0] == 255).all()
+    assert (codes[:, 60:] == 1).all()
+
+
+@pytest.mark.parametrize("lowest", [-2.0, -torch.finfo(torch.float32).max])
+def test_the_lowest_number_has_the_lowest_code_beside_a_bad_one(lowest, engine, device):
+    p = torch.nn.Parameter(torch.ones(256, device=device))
+    p.grad = torch.ones_like(p)
+    p.grad[3], p.grad[7] = lowest, math.nan
+    codes, absmax = slow_average(p)
+    assert absmax.item() == pytest.approx(min(-lowest * dynamic8.REACH, dynamic8.MOST), rel=1e-6)
+    assert (codes[3], codes[7]) == (0, 127)
 
 
 # Moments that a user sets between steps: numbers under their keys, without scales.
