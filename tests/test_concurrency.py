@@ -193,6 +193,29 @@ print("done")
     assert run(script) == "done"
 
 
+@FORK
+def test_a_forked_child_has_a_pool_of_its_own():
+    """Another thread may have been at its parent's."""
+    pytest.importorskip("numba")
+    script = """
+import signal, warnings
+from lowbit_optim_kernels.engines.numba import threads
+warnings.simplefilter("ignore")
+torch.set_num_threads(2)
+optimizer = make(0, lowbit_optim.SGD32bit)
+steps(optimizer, 1)
+threads._pool.lock.acquire()
+child = os.fork()
+if child == 0:
+    signal.alarm(60)
+    optimizer.step()
+    os._exit(0)
+assert os.waitpid(child, 0)[1] == 0
+print("done")
+"""
+    assert run(script) == "done"
+
+
 def test_what_is_compiled_does_not_wait_for_what_another_thread_compiles():
     lock = pytest.importorskip("numba.core.compiler_lock").global_compiler_lock
     x, held, over = torch.ones(300), threading.Event(), threading.Event()
