@@ -132,8 +132,9 @@ def test_a_grad_scaler_unscales_by_itself(case):
 
 
 def test_what_a_scaler_sets_may_change_from_step_to_step(engine, device):
-    """To the same bits as by plans that are made anew."""
+    """To the same bits as by plans that are made anew. (Overflows halve a scale, down to 0.)"""
     given = [(None, None), (None, 0.0), (None, 1.0), (4.0, None), (4.0, 0.0), (None, None)]
+    given += [(0.0, 1.0)]
     results = []
     for thorough in (False, True):
         params = [torch.nn.Parameter(p.detach().to(device)) for p in parameters()]

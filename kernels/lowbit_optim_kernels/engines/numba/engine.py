@@ -43,7 +43,8 @@ class NumbaRun:
     def begin(self) -> None:
         scale = -1.0 if self.batch.maximize else 1.0
         if self.batch.grad_scale is not None:
-            scale /= float(self.batch.grad_scale)
+            # Not by Python, which refuses to divide by what many overflows have halved to 0.
+            scale = float(scale / self.batch.grad_scale.cpu().double())
         self.tables.scalars[:, source.GSCALE] = scale
         self.tables.call("begin", self.live)
 
