@@ -244,6 +244,7 @@ GRADIENTS = {
     "bfloat16": lambda g: g.bfloat16(),
     "not contiguous": lambda g: g.t().contiguous().t(),
     "negative view": lambda g: torch.complex(g, -g).conj().imag,
+    "contiguous and negative": torch._neg_view,
 }
 
 
