@@ -133,6 +133,10 @@ def change_numbers(optimizer):
     optimizer.param_groups[0].update(lr=0.3, betas=(0.5, 0.6), weight_decay=0.2)
 
 
+def round_by_other_bits(optimizer):
+    optimizer.param_groups[0]["seed"] = 5
+
+
 def drop_a_parameter(optimizer):
     optimizer.param_groups[0]["params"].pop(0)
 
@@ -149,7 +153,7 @@ CHANGES = [
     swap_data, swap_for_half, transpose, view_transposed, set_its_neg_bit, replace_a_state_tensor,
     move_a_state_tensor, replace_a_state, drop_a_state, drop_all_states, drop_a_moment,
     load_its_own, store_in_32_bits, store_more_in_8_bits, switch_amsgrad_on, clip, turn_round,
-    change_numbers, drop_a_parameter, add_a_group, reorder,
+    change_numbers, round_by_other_bits, drop_a_parameter, add_a_group, reorder,
 ]  # fmt: skip
 
 
