@@ -183,6 +183,8 @@ def test_long_tensors_share_rows_where_that_leaves_few_others(tiles, spanned, mo
     found = {k.spanned: [n for _, _, n, *_ in of] for k, of in grid._spanned(members).items()}
     assert found.get(True, []) == spanned
     assert sorted(n for of in found.values() for n in of) == sorted(tiles)
+    rows = [grid._programs(0, *of)[:, 0] for of in grid._spanned(members).items() if of[0].spanned]
+    assert {int(x) // grid.NUMBER for of in rows for x in of} <= set(range(1, 11))
 
 
 # A format for Triton is a module with these functions, and this one is such a module.
