@@ -8,6 +8,7 @@ import torch
 import cases
 import lowbit_optim
 from lowbit_optim_kernels.engines import registry
+from lowbit_optim_kernels.overlaps import turns_of
 from protocol import all_parameters, build, give_gradients, identical, parameters, snapshot, train
 
 SHAPES = ((12, 70), (300,), (3, 257), (64,))
@@ -210,6 +211,12 @@ def test_groups_that_share_memory_are_stepped_in_their_order(engine, device):
             g = (-p.grad if own.get("maximize") else p.grad) + 0.5 * part
             part -= own["lr"] * g
     torch.testing.assert_close(flat, want, rtol=1e-6, atol=1e-6)
+
+
+def test_memories_of_which_each_overlaps_the_next_are_stepped_in_turn():
+    """Also where the first one lies last."""
+    assert turns_of([(0, 10), (5, 15), (12, 20)]) == [0, 1, 2]
+    assert turns_of([(12, 20), (5, 15), (0, 10)]) == [0, 1, 2]
 
 
 def test_parameters_that_exchange_overrides(manager):
