@@ -151,6 +151,18 @@ def test_the_lowest_number_has_the_lowest_code_beside_a_bad_one(lowest, engine, 
     assert (codes[3], codes[7]) == (0, 127)
 
 
+@pytest.mark.parametrize(("state_format", "zero"), [("dynamic8", 127), ("ratio8", 128)])
+@pytest.mark.parametrize("momentum", [0.9, 0.999])
+def test_a_block_of_zeros_has_the_code_of_zero(momentum, state_format, zero, engine, device):
+    p = torch.nn.Parameter(torch.ones(300, device=device))
+    p.grad = torch.zeros_like(p)
+    optimizer = lowbit_optim.SGD8bit(
+        [p], lr=0.1, momentum=momentum, state_format=state_format, min_8bit_size=1
+    )
+    optimizer.step()
+    assert (optimizer.state[p]["momentum_buffer"] == zero).all()
+
+
 # Moments that a user sets between steps: numbers under their keys, without scales.
 
 
