@@ -130,3 +130,16 @@ def test_shards_are_refused(write):
             write(optimizer)
     finally:
         torch.distributed.destroy_process_group()
+
+
+@pytest.mark.parametrize(
+    ("family", "key", "value", "moment"),
+    [("AdamW", "amsgrad", True, "max_exp_avg_sq"), ("SGD", "momentum", 0.9, "momentum_buffer")],
+)
+def test_a_moment_that_a_setting_has_asked_for_since_the_last_step(family, key, value, moment):
+    """Is written as the next step would make it."""
+    optimizer = trained(family)
+    optimizer.param_groups[0][key] = value
+    states = to_torch_state_dict(optimizer)["state"]
+    assert len(states) == 3
+    assert all(torch.equal(one[moment], torch.zeros(50, 100)) for one in states.values())
