@@ -128,6 +128,31 @@ def test_all_tensors_at_once_are_as_one_by_one(engine, device, case, bits):
         assert all(torch.equal(state[key], other[key]) for key in state)
 
 
+def test_sums_of_a_tensors_tiles_are_alike_beside_a_longer_one(monkeypatch):
+    """Of tiles that differ so much in size that every other order of additions rounds otherwise."""
+    pytest.importorskip("triton", minversion="3.4", reason=NEEDS_TRITON)
+    from lowbit_optim_kernels.engines.triton import engine as triton_engine
+
+    monkeypatch.setattr(triton_engine, "ADDED", 1)
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    generator, reduce, sums = torch.Generator().manual_seed(0), triton_engine.TritonRun.reduce, []
+    of_tiles = torch.randn(3, 22, 1, generator=generator) * 2
+    gradients = [*(10.0**of_tiles * torch.ones(1024)), torch.ones(41, 1024)]
+
+    def noted(self, phase):
+        sums.append(reduce(self, phase)[:3])
+        return sums[-1]
+
+    monkeypatch.setattr(triton_engine.TritonRun, "reduce", noted)
+    for some in (gradients[:3], gradients):
+        params = [torch.nn.Parameter(torch.ones_like(g, device=device)) for g in some]
+        for p, g in zip(params, some, strict=True):
+            p.grad = g.to(device)
+        with lowbit_optim.use_engine("triton"):
+            lowbit_optim.LARS32bit(params, lr=0.1).step()
+    assert torch.equal(*sums)
+
+
 @BITS
 @CLASSES
 @pytest.mark.slow_if_interpreted

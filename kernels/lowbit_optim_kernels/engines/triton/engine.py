@@ -31,7 +31,7 @@ from .. import torch as torch_engine
 from . import bindings
 from .kinds import ALIGNED, WARPS, Kind, constants, formats_of, module_of
 from .primitives import INTERPRETED
-from .scalars import add_up
+from .scalars import add_chunks, add_up
 from .tables import LANES, Code, Tables, lanes, tables_for
 
 # Sums are fused where the text says so (`rule_source`). Which others a compiler would fuse depends
@@ -45,6 +45,7 @@ NONE: Mapping[str, Any] = MappingProxyType({})
 # two reductions, as LANS does, is spilled with Triton 3.6.)
 REGISTERS = 96
 ADDED = 4096  # tiles whose partial sums one program adds up
+CHUNKS_AT_ONCE = 256  # of which another one adds up so many at a time
 
 
 @cache
@@ -211,14 +212,18 @@ class TritonRun:
         new = torch.zeros if some else torch.empty
         partial = new((tables.tiles, terms), dtype=torch.float32, device=self.device)
         self._pass(f"reduce_{phase}", some, partial)
-        chunks = max(1, -(-tables.most_tiles // ADDED))
-        shape = (len(self.batch.slots), terms, chunks)
-        sums = torch.empty(shape, dtype=torch.float64, device=self.device)
+        chunks, slots = max(1, -(-tables.most_tiles // ADDED)), len(self.batch.slots)
+        sums = torch.empty((chunks, slots, terms), dtype=torch.float64, device=self.device)
         self._launch(
-            ("add_up", phase), add_up, shape, (partial, sums, tables.geometry, tables.tiles_of),
-            {"TERMS": terms, "ADDED": ADDED},
+            ("add_up", phase), add_up, (slots, terms, chunks),
+            (partial, sums, tables.geometry, tables.tiles_of), {"TERMS": terms, "ADDED": ADDED},
         )  # fmt: skip
-        return sums[:, :, 0] if chunks == 1 else sums.sum(2)
+        if chunks > 1:
+            self._launch(
+                ("add_chunks", phase), add_chunks, (slots, terms, 1), (sums, tables.tiles_of),
+                {"ADDED": ADDED, "AT_ONCE": CHUNKS_AT_ONCE},
+            )  # fmt: skip
+        return sums[0]
 
     def combine(self, phase: int, sums: Tensor) -> None:
         tables, name = self.tables, f"combine_{phase}"

@@ -1,7 +1,7 @@
 """Arithmetic once per tensor, in Triton: a lane per tensor, in fp64.
 
 `passes` says what the tables hold, and `bindings` writes the kernels that call `begin`, `combine`
-and `keep`; `add_up` is a kernel itself.
+and `keep`; `add_up` and `add_chunks` are kernels themselves.
 """
 
 from __future__ import annotations
@@ -142,7 +142,7 @@ def combine(
 
 @triton.jit
 def add_up(partial, sums, geometry, tiles, TERMS: tl.constexpr, ADDED: tl.constexpr):
-    """sums[t, k, c] (fp64) = chunk c of tensor t's partial[:, k] (fp32), always in one order.
+    """sums[c, t, k] (fp64) = chunk c of tensor t's partial[:, k] (fp32), always in one order.
 
     tiles: int64 (tensors,), how many each tensor has.
     """
@@ -152,8 +152,23 @@ def add_up(partial, sums, geometry, tiles, TERMS: tl.constexpr, ADDED: tl.conste
     first = tl.load(geometry + t * GEOMETRY + FIRST_TILE)
     at = c * ADDED + tl.arange(0, ADDED)
     part = tl.load(partial + (first + at) * TERMS + k, mask=at < tl.load(tiles + t), other=0.0)
-    at_sum = sums + (t * TERMS + k) * tl.num_programs(2) + c
+    at_sum = sums + (c * tl.num_programs(0) + t) * TERMS + k
     tl.store(at_sum, tl.sum(part.to(tl.float64), 0))
+
+
+@triton.jit
+def add_chunks(sums, tiles, ADDED: tl.constexpr, AT_ONCE: tl.constexpr):
+    """sums[0, t, k] = the sum of tensor t's own chunks, whatever longer ones there are."""
+    t = tl.program_id(0).to(tl.int64)
+    terms = tl.num_programs(1)
+    step = tl.num_programs(0) * terms
+    own = sums + t * terms + tl.program_id(1)
+    chunks = tl.cdiv(tl.load(tiles + t), ADDED)
+    total = tl.zeros((AT_ONCE,), tl.float64)
+    for first in range(0, chunks, AT_ONCE):
+        c = first + tl.arange(0, AT_ONCE)
+        total += tl.load(own + c * step, mask=c < chunks, other=0.0)
+    tl.store(own, tl.sum(total, 0))
 
 
 @triton.jit
