@@ -45,6 +45,8 @@ def assert_whole(engine, device, origin, bits):
     whole = stepped(engine, device, [0, CUTS[-1]], origin, bits)
     for x, y in zip(stepped(engine, device, CUTS, origin, bits), whole, strict=True):
         assert torch.equal(x, y)
+    by_torch = stepped("torch", device, [0, CUTS[-1]], origin, bits)  # fp32 may round otherwise
+    assert int((whole[0] != by_torch[0]).sum()) <= 0.01 * CUTS[-1]
     with_other_bits = stepped(engine, device, [0, CUTS[-1]], origin + WEIGHT_BLOCK, bits)
     assert not all(map(torch.equal, whole, with_other_bits))
 
