@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import torch
-
+from ._checkpoint_base import steppable
 from ._optimizer import LowBitOptimizer, require_own
 from ._settings import EXACT
 
 
-@torch.no_grad()
+@steppable()
 def dequantize_state(optimizer: LowBitOptimizer) -> None:
     """Replace the codes in an optimizer's state by the numbers that they stand for, until its step.
 

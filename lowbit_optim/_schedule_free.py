@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
-import torch
 from torch import Tensor
 
 from lowbit_optim_kernels.formats import compute_dtype
@@ -129,7 +128,7 @@ class ScheduleFreeAdamW(LowBitOptimizer):
         """Put the average x into the parameters, for evaluation; nothing where they hold it."""
         self._switch(False)
 
-    @torch.no_grad()
+    @steppable()  # state that a cast or moved model needs may be made, as in a step
     def _switch(self, train: bool) -> None:
         """Put one of the two points into all parameters; what is interrupted can be repeated."""
         for index, group in enumerate(self.param_groups):
@@ -145,8 +144,7 @@ class ScheduleFreeAdamW(LowBitOptimizer):
                     if z is None or already == (p not in self._apart):
                         continue
                     if (z.dtype, z.device) != (compute_dtype(p), p.device):
-                        with steppable():  # as a step would after the model was cast or moved
-                            z = self._kept_state(p, part, self._share(p, part))["z"]
+                        z = self._kept_state(p, part, self._share(p, part))["z"]
                     moved = weight_of(self, p, part).lerp(_sharding.redistributed_as(z, p), share)
                     set_weight(self, p, part, moved)
                     self._apart ^= {p}

@@ -50,6 +50,15 @@ def test_what_is_kept_of_weights_stays(bits):
     assert identical(dict(lowbit_optim.master_weights(optimizer)), before)
 
 
+def test_numbers_of_inference_mode_are_changed_outside():
+    (p,) = parameters(shapes=[(40, 256)])
+    optimizer = train(lowbit_optim.AdamW8bit([p]), 1)
+    with torch.inference_mode():
+        dequantize_state(optimizer)
+    optimizer.state[p]["exp_avg"][0] = 0.0
+    assert not any(x.is_inference() for x in optimizer.state[p].values())
+
+
 def cut(optimizer, keep, zeros):
     """Keep rows of a parameter and its state and add some: in torch's words, as users' code has it.
 

@@ -221,6 +221,17 @@ def test_modes_of_a_model_that_was_cast(before, after, bits, inference):
     train(optimizer, 2, first=3)
 
 
+def test_bits_that_were_asked_for_before_a_switch_in_inference_mode():
+    params, optimizer = build(dtype=torch.bfloat16)
+    train(optimizer, 2)
+    optimizer.param_groups[0]["master_weight_bits"] = 24
+    with torch.inference_mode():
+        optimizer.eval()
+    assert all("master_residual" in optimizer.state[p] for p in params)
+    optimizer.train()
+    train(optimizer, 1)
+
+
 @pytest.mark.parametrize(("bits", "rounding"), [(24, 2.0**-16), (32, 2.0**-22)])
 def test_modes_keep_the_bits_beside_bf16_parameters(bits, rounding):
     params, optimizer = build(dtype=torch.bfloat16, master_weight_bits=bits)
