@@ -166,7 +166,7 @@ class Eden:
         if self.batch < self.warmup_batches:
             done = self.batch / self.warmup_batches
             warmup = self.warmup_start + (1.0 - self.warmup_start) * done
-        return (by_batch * by_epoch) ** -0.25 * warmup
+        return float((by_batch * by_epoch) ** -0.25 * warmup)  # counts may be NumPy's
 
     def _set_lrs(self) -> None:
         factor, last = self._factor(), []

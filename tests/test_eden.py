@@ -4,6 +4,7 @@ import copy
 import io
 import math
 
+import numpy as np
 import pytest
 import torch
 
@@ -98,6 +99,15 @@ def test_a_tensor_stays_the_same_tensor():
 def test_any_torch_optimizer():
     o = torch.optim.Adam([torch.nn.Parameter(torch.ones(3))], lr=0.1)
     Eden(o, 50, 2).step_batch(100)
+    assert o.param_groups[0]["lr"] == pytest.approx(formula(0.1, 100, 0, 50, 2))
+
+
+def test_numpy_counts_and_settings_leave_pythons_numbers():
+    """As torch.load(weights_only=True) reads them, which refuses NumPy's."""
+    o = torch.optim.SGD([torch.nn.Parameter(torch.zeros(3))], lr=0.1)
+    scheduler = Eden(o, lr_batches=np.float32(50), lr_epochs=np.int64(2))
+    scheduler.step_batch(np.int64(100))
+    assert [type(x) for x in (o.param_groups[0]["lr"], *scheduler.get_last_lr())] == [float] * 2
     assert o.param_groups[0]["lr"] == pytest.approx(formula(0.1, 100, 0, 50, 2))
 
 
