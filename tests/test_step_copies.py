@@ -176,3 +176,24 @@ def test_each_memory_comes_after_all_before_it_that_it_overlaps():
     start, end = memory_of(whole)
     assert memory_of(whole[:, 1]) == (start + 4, end - 8)
     assert memory_of(whole[:0]) == memory_of(whole[:, :0]) == (0, 0)
+
+
+@pytest.mark.parametrize("bits", [16, 24, 32])
+@pytest.mark.parametrize("name", ["AdamW", "Cain", "LearnedGradient", "ScheduleFreeAdamW"])
+def test_the_bits_beside_bf16_parameters_that_are_negative_views(name, bits):
+    results = []
+    for look in (torch.clone, lambda x: torch._neg_view(-x)):
+        params = [
+            torch.nn.Parameter(look(x.detach()))
+            for x in parameters(torch.bfloat16, shapes=((40, 70), (300,)))
+        ]
+        optimizer = getattr(lowbit_optim, name)(params, lr=0.01, master_weight_bits=bits)
+        train(optimizer, 2)
+        if name == "ScheduleFreeAdamW":
+            optimizer.eval()
+            optimizer.train()
+        kept = [w.clone() for _, w in lowbit_optim.master_weights(optimizer)]
+        lowbit_optim.load_master_weights(optimizer, [1.001 * w for w in kept])
+        train(optimizer, 1, first=2)
+        results.append((kept, snapshot(optimizer)))
+    assert identical(*results)

@@ -48,7 +48,7 @@ class Weights:
         """The weights, in the dtype that is computed in."""
         if residual is None:
             return p.to(dtype)
-        high = p.view(torch.int16).to(torch.int32)
+        high = p.resolve_neg().view(torch.int16).to(torch.int32)
         low = torch.where((high & 0x7FFF) == 0, 0, residual.to(torch.int32))
         return ((high << 16) + (low << (16 - self.extra))).view(torch.float32)
 
