@@ -23,6 +23,9 @@ from ._saved_state import has_begun
 from ._settings import PREVIOUS_NORM, Settings, as_number, resolved
 from ._state_base import StateBase
 
+# Of the settings that ask for further moments, values that do not.
+NO_MORE_MOMENTS = {"amsgrad": False, "momentum": 0.0, "centered": False}
+
 
 @contextmanager
 def _collecting(errors: list[Exception], where: str) -> Iterator[None]:
@@ -79,7 +82,8 @@ class CheckpointBase(StateBase):
         """Give states the moments that only settings of now ask for, as the next step would.
 
         Those of parameters that have not been stepped since `momentum` or `amsgrad` was set, which
-        a load would miss. Where no step can run with the settings there is nothing to add.
+        a load would miss. Where no step can run with the settings there is nothing to add, and a
+        moment that all settings ask for has been lost: a load says so.
         """
         for group in self.param_groups:
             settings = resolved({**self.defaults, **group})
@@ -89,13 +93,14 @@ class CheckpointBase(StateBase):
             except (TypeError, ValueError):
                 continue
             for _, part in parts:
-                moments = self._moments(part)
-                keys = {moment.key for moment in moments}
+                always = self._moments({**part, **NO_MORE_MOMENTS})
+                asked_for = tuple(x for x in self._moments(part) if x not in always)
+                keys = {moment.key for moment in asked_for}
                 for p in part["params"]:
                     state = self.state.get(p) or {}
                     if keys <= state.keys() or "step" not in state:
                         continue
-                    if len(present_moments(state, moments)) < len(moments):
+                    if len(present_moments(state, asked_for)) < len(asked_for):
                         self._kept_state(p, part, self._share(p, part))
 
     def _require_listed(self) -> None:
