@@ -12,7 +12,7 @@ from protocol import FORK, python
 
 # Optimizers of different classes and bits with tensors large enough for the pool of threads.
 SETUP = """
-import os, sys, threading, time
+import os, signal, sys, threading, time
 import torch, lowbit_optim
 
 def make(seed, cls):
@@ -28,6 +28,14 @@ def steps(optimizer, count):
     for _ in range(count):
         optimizer.step()
     return [p.detach().numpy().tobytes() for p in optimizer.param_groups[0]["params"]]
+
+def in_a_child(act):
+    child = os.fork()
+    if child == 0:
+        signal.alarm(60)  # ends one that hangs
+        act()
+        os._exit(0)
+    assert os.waitpid(child, 0)[1] == 0
 
 CLASSES = [lowbit_optim.AdamW8bit, lowbit_optim.LARS8bit]
 """
@@ -118,7 +126,7 @@ print("same")
 def test_a_forked_child_steps_what_its_parent_has_not():
     """By memory that they share. (A child that waits for OpenMP's threads is killed.)"""
     script = """
-import signal, warnings
+import warnings
 warnings.simplefilter("ignore")
 torch.set_num_threads(2)
 torch.ones(1_000_000).add_(1)  # starts them
@@ -134,12 +142,7 @@ optimizer, twin = make_one(), make_one()
 for p in optimizer.param_groups[0]["params"]:
     p.share_memory_()
 optimizer.share_memory()
-child = os.fork()
-if child == 0:
-    signal.alarm(60)
-    step(optimizer)
-    os._exit(0)
-assert os.waitpid(child, 0)[1] == 0
+in_a_child(lambda: step(optimizer))
 step(twin)
 assert step(optimizer) == step(twin)
 print("same")
@@ -198,19 +201,14 @@ def test_a_forked_child_has_a_pool_of_its_own():
     """Another thread may have been at its parent's."""
     pytest.importorskip("numba")
     script = """
-import signal, warnings
+import warnings
 from lowbit_optim_kernels.engines.numba import threads
 warnings.simplefilter("ignore")
 torch.set_num_threads(2)
 optimizer = make(0, lowbit_optim.SGD32bit)
 steps(optimizer, 1)
 threads._pool.lock.acquire()
-child = os.fork()
-if child == 0:
-    signal.alarm(60)
-    optimizer.step()
-    os._exit(0)
-assert os.waitpid(child, 0)[1] == 0
+in_a_child(optimizer.step)
 print("done")
 """
     assert run(script) == "done"
@@ -246,7 +244,7 @@ def test_forks_while_another_thread_compiles(lock):
     """The child's first step needs what no thread of it would let go of."""
     pytest.importorskip("numba")
     script = f"""
-import signal, warnings
+import warnings
 from lowbit_optim_kernels.codegen import module_cache
 from lowbit_optim_kernels.engines.numba import cache, engine
 warnings.simplefilter("ignore")
@@ -262,12 +260,7 @@ def hold():
 thread = threading.Thread(target=hold)
 thread.start()
 held.wait()
-child = os.fork()
-if child == 0:
-    signal.alarm(60)
-    optimizer.step()
-    os._exit(0)
-assert os.waitpid(child, 0)[1] == 0
+in_a_child(optimizer.step)
 thread.join()
 print("done")
 """
