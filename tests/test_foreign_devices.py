@@ -114,6 +114,13 @@ def test_what_a_user_keeps_before_the_first_step_is_no_state(family):
     assert (written[3].keys() if 3 in written else None) == read
 
 
+def test_a_state_without_a_step_is_written_for_sgd():
+    p = torch.nn.Parameter(torch.ones(5))
+    optimizer = lowbit_optim.SGD([p], momentum=0.9)
+    optimizer.state[p]["mine"] = 3
+    assert to_torch_state_dict(optimizer)["state"] == {0: {"mine": 3}}
+
+
 @pytest.mark.parametrize("write", [to_torch_state_dict, to_bitsandbytes_state_dict])
 def test_shards_are_refused(write):
     """Other libraries know none, and a rank has only its own."""

@@ -121,10 +121,10 @@ def test_what_is_written_for_bitsandbytes_comes_back(family, layout, bits):
 
 @LAYOUTS
 @pytest.mark.parametrize("family", ["LAMB", "LARS", "AdamW"])
-def test_scalars_and_empty_tensors_come_back(family, layout):
+@pytest.mark.parametrize("coded", [{}, {"min_8bit_size": 0}], ids=str)
+def test_scalars_and_empty_tensors_come_back(family, coded, layout):
     shapes = [(), (0,), (0, 300), (3, 0)]
-    coded = {"state_format": "dynamic8", "min_8bit_size": 0}
-    optimizer = trained(family, 8, shapes, **coded)
+    optimizer = trained(family, 8, shapes, state_format="dynamic8", **coded)
     again = build(family, params_of(shapes), **coded)
     load(again, to_bitsandbytes_state_dict(optimizer, layout))
     for p, q in zip(*(o.param_groups[0]["params"] for o in (optimizer, again)), strict=True):
