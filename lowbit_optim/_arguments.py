@@ -26,7 +26,8 @@ Args:
     lr: learning rate, a number or a tensor of one element.
     optim_bits: 32, 8 or, where `state_format` can be "ratio4", 4, the width of the moments.
     args: object or dict whose `optim_bits`, `min_8bit_size`, `percentile_clipping` and `max_unorm`
-        replace these arguments where present; a false `block_wise` in it warns, too.
+        replace these arguments where present; a false `block_wise` in it warns, too, and
+        bitsandbytes' `skip_zeros`, which there is not, is refused.
     min_8bit_size: tensors with fewer elements keep 32-bit state.
     percentile_clipping: clip the gradient's norm to this percentile (0..100) of the last 100 steps'
         norms, all of which are at first the first one that is not 0; 100 is off.

@@ -48,10 +48,18 @@ def from_args(args: Any, name: str, otherwise: Any) -> Any:
 
 
 def replace_by_args(defaults: dict[str, Any], args: Any) -> None:
-    """Let bitsandbytes' `args` replace the constructor's values, and warn of a switch in it."""
+    """Let bitsandbytes' `args` replace the constructor's values, and warn of a switch in it.
+
+    Its `skip_zeros` would be other numbers, and is refused.
+    """
     if args is not None and all(from_args(args, name, None) is None for name in ARGS):
         raise TypeError(
             f"args must be an object or a dict with any of {', '.join(ARGS)}; got {args!r}"
+        )
+    if from_args(args, "skip_zeros", False):
+        raise ValueError(
+            "args asks for skip_zeros, which there is not: an element whose gradient is 0 is "
+            "stepped like any other; leave it out or set it to False"
         )
     switches(bool(from_args(args, "block_wise", True)))
     for name in ARGS:

@@ -235,3 +235,12 @@ def test_what_cannot_be_had_is_refused(name):
                 run(name, {argument: True})
         else:
             assert identical(run(name, {argument: True})["params"], run(name, {})["params"])
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_zeros_of_gradients_are_not_skipped(name):
+    asked = {"optim_bits": 32, "skip_zeros": False}
+    assert identical(run(name, {"args": asked}), run(name, {}))
+    for args in ({**asked, "skip_zeros": True}, SimpleNamespace(max_unorm=0.0, skip_zeros=True)):
+        with pytest.raises(ValueError, match="args asks for skip_zeros"):
+            run(name, {"args": args})
