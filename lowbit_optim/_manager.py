@@ -63,7 +63,7 @@ def _checked(config: Mapping[str, Any]) -> dict[str, Any]:
     settings = resolved({**NEUTRAL, **with_storage(config, NEUTRAL)})
     _checks.initial_learning_rate(settings["lr"])
     _checks.common(settings)
-    return dict(config)
+    return {key: list(x) if isinstance(x, list) else x for key, x in config.items()}
 
 
 class GlobalOptimManager:

@@ -141,6 +141,15 @@ def test_a_config_is_copied(manager):
     assert bits_of(optimizer, model[0].weight) == 32
 
 
+def test_a_list_of_a_config_is_copied(manager):
+    model, betas = two_layers(), [0.9, 0.99]
+    p = model[0].weight
+    manager.override_config(p, "betas", betas)
+    betas[1] = 0.5
+    optimizer = train(lowbit_optim.AdamW32bit(model.parameters()), 1)
+    torch.testing.assert_close(optimizer.state[p]["exp_avg_sq"], 0.01 * p.grad.square())
+
+
 def test_a_module_that_is_converted_after_registering(manager):
     """`to` keeps the parameter, or makes another one where torch is told to."""
     for overwrite in (False, True):
