@@ -2,6 +2,7 @@
 
 import json
 import math
+from importlib import metadata
 from pathlib import Path
 
 import pytest
@@ -57,7 +58,7 @@ def test_compare_writes_every_figure(comparison):
     assert written["command"].startswith(
         "python -m benchmarks.quality.compare --task digits --optimizer"
     )
-    assert written["versions"]["torch"] == torch.__version__
+    assert written["versions"]["torch"] == metadata.version("torch")
     assert set(written["hardware"]) >= {"cpu", "cores", "memory_gib", "system"}
     assert written["date"].endswith("+00:00")
     task = written["tasks"]["digits"]
