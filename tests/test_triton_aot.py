@@ -36,7 +36,8 @@ FORMATS = {
 # Other versions of Triton come with other compilers: 3.6's takes up to 2 more, and the assembler of
 # 3.9's keeps a register of LARS in memory, by which it takes 64.
 MORE = 0 if triton.__version__.startswith("3.7.") else 3
-SPILLS = {"LARS8bit": 2} if triton.__version__.startswith("3.9.") else {}
+OF_3_9 = {("LARS8bit", "fp32", "sm_90"): 2, ("LARS8bit", "fp32", "sm_100"): 2}
+SPILLS = OF_3_9 if triton.__version__.startswith("3.9.") else {}
 TARGETS = ["sm_80", "sm_90", "sm_100", "gfx942"]
 
 
@@ -66,7 +67,7 @@ def assert_fit_for_memory_speed(rows):
     """No spills; loads of 16 bytes; no access of single elements."""
     for key, row in rows.items():
         for each in row["passes"]:
-            assert each["spills"] <= SPILLS.get(key[0], 0), key
+            assert each["spills"] <= SPILLS.get(key, 0), key
             assert each["widest_load"] >= 16, key
             assert each["narrow"] == 0, key
 
@@ -218,7 +219,8 @@ for chip in (CHIPS["sm_90"], CHIPS["gfx942"]):
             kernel = engine.compile_for(target, rule, name, kind, SCALED=True, GUARDED=True)
             found = count(kernel, 1)
             print(chip.name, name, blocks, whole, align, short, found.widest_load, found.narrow)
-            assert found.spills <= int(sys.argv[1])
+            kept = (chip, name, short) == (CHIPS["sm_90"], "update", 16) and align > 1
+            assert found.spills <= int(sys.argv[1]) * kept
             assert found.widest_load == 16 or align == 1  # its tables' may be wide
             assert (found.narrow == 0) == (align > 1)
     for name, (blocks, whole, short) in product(("AdamW", "LAMB"), tiles):
@@ -345,4 +347,4 @@ def test_masked_and_guarded_kernels_compile_and_keep_wide_accesses():
 
     At multiples of 4 they have 16 bytes of fp32 gradients, and 4 codes.
     """
-    in_a_process("-c", RAGGED, str(SPILLS.get("LARS8bit", 0)))
+    in_a_process("-c", RAGGED, str(SPILLS.get(("LARS8bit", "fp32", "sm_90"), 0)))
