@@ -95,6 +95,13 @@ class ScheduleFreeAdamW(LowBitOptimizer):
     ) -> None:
         super().__init__(params, {**settings_of(locals()), **self.FIXED}, args)
 
+    def __getstate__(self) -> dict[str, Any]:
+        return {**super().__getstate__(), **({"_apart": self._apart} if self._apart else {})}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self._apart |= state.get("_apart", set())
+
     def _reset_caches(self) -> None:
         super()._reset_caches()
         # Those that hold the other point than their group's: where a switch was interrupted.

@@ -1,6 +1,7 @@
 """Schedule-Free AdamW's modes, and what it keeps beside moments; its numbers are cases."""
 
 import copy
+import pickle
 
 import pytest
 import torch
@@ -20,8 +21,16 @@ def build(bits=8, dtype=torch.float32, shapes=SHAPES, **options):
     return params, cls(params, **{"lr": 0.01, "min_8bit_size": 1, **options})
 
 
+COPIES = {
+    "itself": lambda x: x,
+    "copied": copy.deepcopy,
+    "pickled": lambda x: pickle.loads(pickle.dumps(x)),
+}
+
+
+@pytest.mark.parametrize("copied", COPIES)
 @pytest.mark.parametrize("back", [False, True])
-def test_a_switch_that_is_interrupted_can_be_repeated(back, monkeypatch):
+def test_a_switch_that_is_interrupted_can_be_repeated(copied, back, monkeypatch):
     params, optimizer = build()
     twins, twin = build()
     for one in (optimizer, twin):
@@ -38,6 +47,7 @@ def test_a_switch_that_is_interrupted_can_be_repeated(back, monkeypatch):
         patch.setattr(torch.Tensor, "lerp", failing)
         with pytest.raises(MemoryError):
             optimizer.eval()
+    params, optimizer = COPIES[copied]((params, optimizer))
     with pytest.raises(RuntimeError, match="in eval mode"):
         train(optimizer, 1)
     with pytest.raises(RuntimeError, match="did not come to its end"):
