@@ -28,8 +28,10 @@ def offload(optimizer):
 @pytest.mark.parametrize("take", ["offload", "clear", "delete"])
 def test_state_that_is_taken_out_is_freed_at_once(take, engine, device):
     """And the next step goes on with what has come in its place, if anything has."""
-    params = [torch.nn.Parameter(p.detach().to(device)) for p in parameters(shapes=SHAPES)]
-    optimizer = train(lowbit_optim.AdamW8bit(params, min_8bit_size=1), 3)
+    made = parameters(torch.bfloat16, shapes=SHAPES)
+    params = [torch.nn.Parameter(p.detach().to(device)) for p in made]
+    options = {"master_weight_bits": 24, "percentile_clipping": 50, "min_8bit_size": 1}
+    optimizer = train(lowbit_optim.AdamW8bit(params, **options), 3)
     twin = copy.deepcopy(optimizer)
     before = state_tensors(optimizer)
     if take == "offload":
