@@ -272,6 +272,20 @@ except KeyboardInterrupt:
     assert outcome == "mended" or (after > 2 and outcome == "too late")
 
 
+def test_no_state_is_kept_of_a_step_that_an_engine_does_not_begin(engine, device, monkeypatch):
+    """As where its code does not compile, or memory for its tables runs out."""
+
+    def fail(batch):
+        raise MemoryError
+
+    params = [torch.nn.Parameter(p.detach().to(device)) for p in parameters(shapes=[(300,)])]
+    optimizer = lowbit_optim.AdamW8bit(params, min_8bit_size=1)
+    monkeypatch.setattr(ENGINES[engine].code, "start", fail)
+    with pytest.raises(MemoryError):
+        train(optimizer, 1)
+    assert not optimizer.state
+
+
 # What a step counts.
 
 
