@@ -70,10 +70,14 @@ def specs_of_gradients(rank, world, folder):
     p, g = nn.Parameter(make[0]), make[1]
     locals_of = _sharding.Locals([p])
     assert g._spec is not p._spec
+    compare, compared = _sharding._says_the_same, []
+    _sharding._says_the_same = lambda *specs: compared.append(specs) or compare(*specs)
     for _ in range(2):
         held, gradients = locals_of([g])
         assert held[0] is p._local_tensor
         assert gradients[0] is g._local_tensor
+    assert len(compared) == 1
+    _sharding._says_the_same = compare
     replicated = DTensor.from_local(torch.ones(3), mesh, [Replicate()])
     assert locals_of([replicated]) is None
     assert locals_of([torch.ones(3)]) is None
@@ -91,6 +95,31 @@ def specs_of_gradients(rank, world, folder):
 
 def test_gradients_with_specs_of_their_own_are_known_again(tmp_path):
     sharded.run(1, specs_of_gradients, str(tmp_path))
+
+
+def nothing_to_ask(rank, world, folder):
+    """Of a shard that is all there is, and of replicas, whatever the rule needs."""
+    mesh = init_device_mesh("cpu", (world,))
+    whole = torch.ones(5000)  # of two shards the first one would end within a block
+    for name, placement in (
+        ("LAMB8bit", Shard(0)), ("LAMB8bit", Replicate()), ("Cain8bit", Replicate()),
+    ):  # fmt: skip
+        p = nn.Parameter(distribute_tensor(whole.clone(), mesh, [placement]))
+        optimizer = sharded.build(name, [p])
+        for _ in range(2):
+            p.grad = torch.ones_like(p)
+            optimizer.step()
+        for plan in optimizer.plans.values():
+            assert not plan.gathered.index
+            assert not any(batch.shards for batch in plan.batches)
+        share = optimizer._share(p, optimizer.param_groups[0])
+        assert not share.whole
+        assert share.placements == (placement,)
+        assert _sharding.shard_groups(p) == ()
+
+
+def test_ranks_that_hold_all_of_a_parameter_ask_no_other(tmp_path):
+    sharded.run(1, nothing_to_ask, str(tmp_path))
 
 
 def sums_of_gloo(rank, world, folder):

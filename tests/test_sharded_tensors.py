@@ -20,8 +20,8 @@ from torch.testing._internal.two_tensor import TwoTensor
 
 import lowbit_optim
 import sharded
-from lowbit_optim import _sums
-from lowbit_optim_kernels.batch import Batch, Slot
+from lowbit_optim import _gathering, _sums
+from lowbit_optim_kernels.batch import ACCESS_BYTES, Batch, Slot
 from lowbit_optim_kernels.formats.float32 import FLOAT32
 from lowbit_optim_kernels.rules import sgd
 from protocol import identical, python
@@ -208,6 +208,15 @@ def test_sums_beside_those_of_whole_tensors_are_found_by_numbers_on_the_device(m
     (some,), (all_of_them,) = (batch.shards.values() for batch in batches)
     assert some.device == x.device
     assert all_of_them is None
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
+def test_tensors_that_are_joined_of_shards_are_each_aligned(dtype):
+    """Vectors of a size that is none of whole accesses, one after the other."""
+    ranks = torch.arange(30.0).to(dtype).split((18, 12))  # of three vectors 6 and 4 elements each
+    wholes = _gathering._Alike([0, 1, 2], torch.Size([10]), [6, 4], False).joined(ranks)
+    assert [x.data_ptr() % ACCESS_BYTES for x in wholes] == [0, 0, 0]
+    assert torch.equal(wholes[1], torch.cat([ranks[0][6:12], ranks[1][4:8]]))
 
 
 # Meshes of the same ranks, as an expert-parallel model of one expert group has them.
