@@ -211,9 +211,19 @@ def test_codes_whose_scales_are_all_zero_are_read_as_zeros(bits):
 def test_before_the_first_step(family):
     saved = foreign(family, [(300,)])
     saved["state"] = {}
-    optimizer = load(build(family, params_of([(300,)])), saved)
+    said = "bitsandbytes: it has no moments yet"
+    optimizer = load(build(family, params_of([(300,)])), saved, said)
     assert not optimizer.state
     assert optimizer.param_groups[0]["lr"] == 0.5
+
+
+def test_an_empty_state_is_none_yet():
+    params = params_of([(300,), (5,)])
+    saved = foreign("AdamW", [(300,), (5,)])
+    saved["state"][1] = {}
+    optimizer = load(build("AdamW", params), saved)
+    assert int(optimizer.state[params[0]]["step"]) == 5
+    assert not optimizer.state.get(params[1])
 
 
 def test_small_tensors_stay_32_bit_as_the_optimizer_was_built():

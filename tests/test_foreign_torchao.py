@@ -12,6 +12,7 @@ import lowbit_optim
 from foreign_files import FOLDER
 from foreign_states import load, numbers_of, params_of, read
 from lowbit_optim import create_dynamic_map
+from lowbit_optim._foreign.load import codes_of
 from protocol import identical, snapshot
 
 SHAPES = [(16, 256), (5,)]
@@ -104,6 +105,7 @@ def cut(attribute, change):
         ("AdamW8bit", cut("scale", lambda x: x * torch.inf), "'exp_avg.scale' .* not finite"),
         ("AdamW8bit", cut("scale", lambda x: x[:7]), r"'exp_avg.scale' has shape \(7,\).* 4096"),
         ("AdamW8bit", cut("scale", lambda x: x[:0]), r"'exp_avg.scale' has shape \(0,\)"),
+        ("AdamW8bit", cut("scale", lambda x: x[None]), r"'exp_avg.scale' has shape \(1, 16\)"),
         ("AdamW8bit", cut("scale", lambda x: x.to("meta")), "'exp_avg.scale' is .* meta device"),
         ("AdamW8bit", cut("codes", lambda x: x[:3]), r"'exp_avg.codes' has shape \(3, 256\)"),
         ("AdamW8bit", cut("codes", lambda x: x.short()), "'exp_avg.codes' must be .*uint8"),
@@ -148,3 +150,49 @@ def test_another_optimizer_or_parameter_is_refused():
         lowbit_optim.Lion8bit(params_of(SHAPES)).load_state_dict(saved)
     with pytest.raises(ValueError, match=r"'exp_avg' has shape \(16, 256\), its parameter"):
         lowbit_optim.AdamW8bit(params_of([(256, 16), (5,)])).load_state_dict(saved)
+
+
+def test_a_largest_mean_square_is_read_too():
+    """Of another book than ours; a parameter counts as read bit for bit if all its moments are."""
+    params = params_of(SHAPES)
+    saved, rows = saved_by_torchao("AdamW8bit")
+    stored = saved["state"][0]["exp_avg_sq"]
+    linear = torch.linspace(0.0, 1.0, 256)
+    largest = Stored(SHAPES[0], codes=stored.codes, scale=stored.scale, qmap=linear)
+    saved["state"][0]["max_exp_avg_sq"] = largest
+    saved["state"][1]["max_exp_avg_sq"] = torch.ones(5)
+    saved["param_groups"][0]["amsgrad"] = True
+    optimizer = lowbit_optim.AdamW32bit(params, amsgrad=True)
+    load(optimizer, saved, "torchao: the moments of 1 of 2 parameters are read bit for bit")
+    got = read(optimizer, params[0])
+    assert torch.equal(got["exp_avg"][: len(rows)], rows)
+    want = numbers_of(stored.codes, stored.scale, linear, 256)
+    assert torch.equal(got["max_exp_avg_sq"], want)
+    assert codes_of(optimizer, saved)[0].keys() == {"exp_avg", "exp_avg_sq", "max_exp_avg_sq"}
+
+
+def test_codes_are_under_the_numbers_that_the_optimizer_saves():
+    """Whatever they were saved under, beside what else a user keeps there."""
+    saved, _ = saved_by_torchao("AdamW8bit")
+    saved["state"] = {9: saved["state"][1], 7: saved["state"][0], "note": "of a user"}
+    saved["param_groups"][0]["params"] = [7, 9]
+    optimizer = lowbit_optim.AdamW8bit(params_of(SHAPES))
+    load(optimizer, saved, "torchao")
+    codes = codes_of(optimizer, saved)
+    assert codes[0].keys() == {"exp_avg", "exp_avg_sq"}
+    assert codes.keys() <= {0, 1}
+
+
+@pytest.mark.filterwarnings("ignore:.*converts a state_dict of torchao")
+def test_a_learning_rate_of_two_numbers_is_refused():
+    saved, _ = saved_by_torchao("AdamW8bit")
+    saved["param_groups"][0]["lr"] = torch.ones(2)
+    with pytest.raises(ValueError, match="lr"):
+        lowbit_optim.AdamW8bit(params_of(SHAPES)).load_state_dict(saved)
+
+
+def test_a_state_dict_without_groups_is_refused():
+    saved, _ = saved_by_torchao("AdamW8bit")
+    del saved["param_groups"]
+    with pytest.raises(ValueError, match="param_groups"):
+        lowbit_optim.AdamW8bit(params_of(SHAPES)).load_state_dict(saved)
