@@ -6,6 +6,7 @@ import contextlib
 import contextvars
 import itertools
 import os
+import sys
 import tracemalloc
 
 import pytest
@@ -170,6 +171,7 @@ def test_two_threads_share_an_object(threads):
 
 
 def test_a_thread_without_a_block_runs_what_was_asked_for_last(threads):
+    assert [threads(k, here) for k in range(2)] == [NOBODY] * 2  # started now, in no block
     with use_engine("torch"):
         assert threads(0, here) == TORCH
         other = threads(1, use_engine("numba").__enter__)
@@ -179,6 +181,15 @@ def test_a_thread_without_a_block_runs_what_was_asked_for_last(threads):
         assert threads(0, here) == TORCH
         threads(1, other.__exit__, None, None, None)
         assert threads(0, here) == TORCH
+    assert threads(0, here) == NOBODY
+
+
+def test_a_thread_that_inherits_a_block_is_in_it_until_it_ends(threads):
+    inherits = getattr(sys.flags, "thread_inherit_context", False)  # Python 3.14 may
+    with use_engine("torch"):
+        assert threads(0, here) == TORCH
+        with use_engine("numba"):
+            assert threads(0, here) == (TORCH if inherits else NUMBA)
     assert threads(0, here) == NOBODY
 
 
