@@ -122,6 +122,34 @@ def test_ranks_that_hold_all_of_a_parameter_ask_no_other(tmp_path):
     sharded.run(1, nothing_to_ask, str(tmp_path))
 
 
+def two_lines(rank, world, folder):
+    """Vectors of a size on the rows and the columns of a mesh; their shards end within blocks."""
+    square = init_device_mesh("cpu", (2, 2), mesh_dim_names=("rows", "columns"))
+    lines = [square["rows"], square["columns"]] * 2
+    for name in ("AdamW8bit", "LAMB8bit"):
+        plain = [nn.Parameter(gradient_of(torch.empty(700), i)) for i in range(4)]
+        pairs = list(zip(lines, plain, strict=True))
+        params = [nn.Parameter(distribute_tensor(p.detach(), *on(mesh))) for mesh, p in pairs]
+        optimizer, alone = (sharded.build(name, x, min_8bit_size=1) for x in (params, plain))
+        for step in range(3):
+            for p, (mesh, q) in zip(params, pairs, strict=True):
+                q.grad = gradient_of(q, 100 + 10 * step + lines.index(mesh))
+                p.grad = distribute_tensor(q.grad, *on(mesh))
+            optimizer.step()
+            alone.step()
+        assert all(len(plan.gathered.index) == 4 for plan in optimizer.plans.values())
+        assert identical(sharded.everything(params, optimizer), sharded.everything(plain, alone))
+
+
+def on(mesh):
+    return mesh, [Shard(0)]
+
+
+@pytest.mark.slow
+def test_shards_are_gathered_of_the_ranks_of_their_own_mesh(tmp_path):
+    sharded.run(4, two_lines, str(tmp_path))
+
+
 def sums_of_gloo(rank, world, folder):
     """Gathered or not, every rank has the same."""
     generator = torch.Generator().manual_seed(rank)
