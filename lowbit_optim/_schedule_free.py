@@ -96,7 +96,7 @@ class ScheduleFreeAdamW(LowBitOptimizer):
         super().__init__(params, {**settings_of(locals()), **self.FIXED}, args)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**super().__getstate__(), **({"_apart": self._apart} if self._apart else {})}
+        return {**super().__getstate__(), "_apart": self._apart}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)

@@ -9,7 +9,7 @@ import mmap
 import torch
 
 import lowbit_optim
-from cases import ADAM, FUSED_CASES, one_per_class
+from cases import FUSED_CASES, one_per_class
 
 # Rows and vectors that end in short blocks, at addresses of any alignment.
 SHAPES = [
@@ -78,8 +78,7 @@ def settings(case):
     """What state is kept in: 32 bits, and each format that the class has."""
     yield {"optim_bits": 32}
     yield {"optim_bits": 8}
-    if case.moments == ADAM:
-        yield {"optim_bits": 8, "state_format": "ratio8"}
+    yield {"optim_bits": 8, "state_format": "ratio8"}
     if hasattr(lowbit_optim, f"{case.name}4bit"):
         yield {"optim_bits": 4}
 

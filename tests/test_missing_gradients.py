@@ -8,11 +8,7 @@ import torch
 import cases
 import lowbit_optim
 from lowbit_optim import _step_base
-from lowbit_optim_kernels import batch as batch_module
-from lowbit_optim_kernels.batch import Batch, Slot, note_order
 from lowbit_optim_kernels.engines import registry
-from lowbit_optim_kernels.formats.float32 import FLOAT32
-from lowbit_optim_kernels.rules import sgd
 from protocol import all_parameters, build, give_gradients, identical, parameters, snapshot, train
 
 SHAPES = ((12, 70), (300,), (3, 257), (64,), (0, 4))
@@ -199,36 +195,6 @@ def test_batches_of_one_memory_that_were_left_out_know_their_order(engine, devic
             optimizer.step()
         results.append(snapshot(optimizer))
     assert identical(*results)
-
-
-def test_the_order_of_batches_is_noted_anew_when_it_changes():
-    first = torch.zeros(8)
-    step = torch.zeros((), dtype=torch.int64)
-    slots = [Slot(x, x, FLOAT32, (), step, 1, 4, 4) for x in (first[:4], first[2:6], first[4:])]
-    rule = sgd.sgd_rule(False, False, True)
-    batches = [Batch(rule, [slot], first.device, "torch") for slot in slots]
-    note_order(batches)
-    assert [batch.follows for batch in batches] == [False, True, True]
-    note_order(batches[::-1])
-    assert [batch.follows for batch in batches] == [True, True, False]
-    note_order(batches[::2])
-    assert [batch.follows for batch in batches[::2]] == [False, False]
-    note_order(batches[::-1])  # as it was when the one that was left out last took part
-    assert [batch.follows for batch in batches] == [True, True, False]
-
-
-def test_batches_that_share_no_memory_are_noted_as_such_and_looked_at_once(monkeypatch):
-    """Beside two that do; they would be stepped one by one, and compared in every step."""
-    x, step = torch.zeros(12), torch.zeros((), dtype=torch.int64)
-    slots = [Slot(part, part, FLOAT32, (), step, 1, 4, 4) for part in (x[:4], x[2:6], x[8:])]
-    rule = sgd.sgd_rule(False, False, True)
-    batches = [Batch(rule, [slot], x.device, "torch") for slot in slots]
-    note_order(batches)
-    assert [batch.sharing for batch in batches] == [{0}, {0}, set()]
-    looked = []
-    monkeypatch.setattr(batch_module, "overlaps", lambda memories: looked.append(1) or [])
-    note_order(batches)
-    assert not looked
 
 
 def steps_of_some(present, device, thorough, before=lambda optimizer, t: None):

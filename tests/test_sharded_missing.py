@@ -97,59 +97,6 @@ def test_gradients_with_specs_of_their_own_are_known_again(tmp_path):
     sharded.run(1, specs_of_gradients, str(tmp_path))
 
 
-def nothing_to_ask(rank, world, folder):
-    """Of a shard that is all there is, and of replicas, whatever the rule needs."""
-    mesh = init_device_mesh("cpu", (world,))
-    whole = torch.ones(5000)  # of two shards the first one would end within a block
-    for name, placement in (
-        ("LAMB8bit", Shard(0)), ("LAMB8bit", Replicate()), ("Cain8bit", Replicate()),
-    ):  # fmt: skip
-        p = nn.Parameter(distribute_tensor(whole.clone(), mesh, [placement]))
-        optimizer = sharded.build(name, [p])
-        for _ in range(2):
-            p.grad = torch.ones_like(p)
-            optimizer.step()
-        for plan in optimizer.plans.values():
-            assert not plan.gathered.index
-            assert not any(batch.shards for batch in plan.batches)
-        share = optimizer._share(p, optimizer.param_groups[0])
-        assert not share.whole
-        assert share.placements == (placement,)
-        assert _sharding.shard_groups(p) == ()
-
-
-def test_ranks_that_hold_all_of_a_parameter_ask_no_other(tmp_path):
-    sharded.run(1, nothing_to_ask, str(tmp_path))
-
-
-def two_lines(rank, world, folder):
-    """Vectors of a size on the rows and the columns of a mesh; their shards end within blocks."""
-    square = init_device_mesh("cpu", (2, 2), mesh_dim_names=("rows", "columns"))
-    lines = [square["rows"], square["columns"]] * 2
-    for name in ("AdamW8bit", "LAMB8bit"):
-        plain = [nn.Parameter(gradient_of(torch.empty(700), i)) for i in range(4)]
-        pairs = list(zip(lines, plain, strict=True))
-        params = [nn.Parameter(distribute_tensor(p.detach(), *on(mesh))) for mesh, p in pairs]
-        optimizer, alone = (sharded.build(name, x, min_8bit_size=1) for x in (params, plain))
-        for step in range(3):
-            for p, (mesh, q) in zip(params, pairs, strict=True):
-                q.grad = gradient_of(q, 100 + 10 * step + lines.index(mesh))
-                p.grad = distribute_tensor(q.grad, *on(mesh))
-            optimizer.step()
-            alone.step()
-        assert all(len(plan.gathered.index) == 4 for plan in optimizer.plans.values())
-        assert identical(sharded.everything(params, optimizer), sharded.everything(plain, alone))
-
-
-def on(mesh):
-    return mesh, [Shard(0)]
-
-
-@pytest.mark.slow
-def test_shards_are_gathered_of_the_ranks_of_their_own_mesh(tmp_path):
-    sharded.run(4, two_lines, str(tmp_path))
-
-
 def sums_of_gloo(rank, world, folder):
     """Gathered or not, every rank has the same."""
     generator = torch.Generator().manual_seed(rank)

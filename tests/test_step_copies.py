@@ -1,20 +1,11 @@
 """Tensors that are not contiguous, as of `channels_last`: copied in every step, by one plan."""
 
-from dataclasses import replace
-
 import pytest
 import torch
 
 import lowbit_optim
 from lowbit_optim_kernels import reading
-from lowbit_optim_kernels.batch import Batch, Slot
-from lowbit_optim_kernels.engines.registry import ENGINES
-from lowbit_optim_kernels.formats import parts_of
-from lowbit_optim_kernels.formats.dynamic8 import DYNAMIC8
-from lowbit_optim_kernels.formats.float32 import FLOAT32
 from lowbit_optim_kernels.overlaps import memory_of, turns_of
-from lowbit_optim_kernels.rules import adam, sgd
-from lowbit_optim_kernels.weights import WEIGHTS
 from protocol import ANY_GRADIENT, give_gradients, identical, parameters, snapshot, train
 
 SHAPES = ((4, 70, 3, 3), (5, 3, 2, 2), (300,))
@@ -160,69 +151,6 @@ def test_tables_of_one_memory_stay_with_their_parameters(engine, device):
         buffers = [optimizer.state[p]["momentum_buffer"] for p in params]
         ends.append([base, *buffers])
     torch.testing.assert_close(*ends)
-
-
-VALUES, ZERO = torch.zeros(12), torch.zeros((), dtype=torch.int64)
-SLOT = Slot(VALUES[:8], VALUES[:8], FLOAT32, (), ZERO, rows=2, row=4, numel=8)
-RULE, OTHER_RULE = (sgd.sgd_rule(False, False, plain) for plain in (True, False))
-OF_A_SLOT = {
-    "p": SLOT.p.half(), "g": SLOT.g.half(), "format": DYNAMIC8, "weights": WEIGHTS[16], "rows": 1,
-    "row": 8, "numel": 16, "tensor_key": 1, "blocks_before": 1, "weights_before": 64, "part": 1,
-}  # fmt: skip
-NARROW = {"p": VALUES[1:9], "g": VALUES[1:9]}
-OF_A_BATCH = {"rule": OTHER_RULE, "maximize": True, "grad_scale": ZERO, "found_inf": ZERO}
-
-
-@pytest.mark.parametrize(
-    ("of_slot", "of_batch"),
-    [
-        *(pytest.param({k: x}, {}, id=k) for k, x in OF_A_SLOT.items()),
-        *(pytest.param({k: x}, {}, id=f"narrow {k}") for k, x in NARROW.items()),
-        *(pytest.param({}, {k: x}, id=k) for k, x in OF_A_BATCH.items()),
-    ],
-)
-def test_tables_are_not_taken_over_where_one_thing_that_they_depend_on_is_new(of_slot, of_batch):
-    """Whatever else is as it was: most of it comes with something else that is new."""
-
-    def key(of_slot, of_batch):
-        slots = [replace(SLOT), replace(SLOT, **of_slot)]
-        batch = Batch(**{"rule": RULE, **of_batch}, slots=slots, device=ZERO.device, engine="torch")
-        batch.note_addresses()
-        return batch.key
-
-    assert key({}, {}) == key({}, {})
-    assert key({}, {}) != key(of_slot, of_batch)
-
-
-@pytest.mark.parametrize("what", ["p", "g", "residual", 0, 1, 2, 3])
-def test_vectors_are_read_where_all_that_has_a_number_an_element_is_aligned(what):
-    """The moments' codes and what is kept beside a weight, too; not the scales of blocks."""
-    rule, x = adam.adam_rule(False, False, False), torch.zeros(64, dtype=torch.uint8)
-    per_block = [part.per_block for part in parts_of(rule.moments, DYNAMIC8)]
-    state = [VALUES[:1] if each else x[:8] for each in per_block]
-    tensors = {"p": SLOT.p, "g": SLOT.g, "residual": x[32:40]}
-    slot = replace(SLOT, **tensors, format=DYNAMIC8, state=tuple(state), rows=1, row=8)
-    batch = Batch(rule, [slot], x.device, "torch")
-    batch.note_addresses()
-    assert batch.aligned == [True]
-    if what in tensors:
-        narrow = VALUES[1:9] if what != "residual" else x[33:41]
-        batch.slots = [replace(slot, **{what: narrow})]
-    else:
-        state[what] = VALUES[1:2] if per_block[what] else x[1:9]
-        batch.slots = [replace(slot, state=tuple(state))]
-    batch.note_addresses()
-    assert batch.aligned == [what not in tensors and per_block[what]]
-
-
-def test_tensors_are_not_looked_up_where_tables_have_their_addresses(engine, device, monkeypatch):
-    """A step of hundreds of parameters would take most of its time for that."""
-    params = [torch.nn.Parameter(x.detach().to(device)) for x in parameters(shapes=[(300,)])]
-    optimizer, looked_up = lowbit_optim.AdamW8bit(params, min_8bit_size=1), []
-    take = Slot.take
-    monkeypatch.setattr(Slot, "take", lambda *given: looked_up.append(given) or take(*given))
-    train(optimizer, 3)
-    assert len(looked_up) == (0 if ENGINES[engine].by_address else 2)
 
 
 def test_norms_of_one_memory_are_those_before_the_step(engine, device):

@@ -125,8 +125,8 @@ class use_engine:
 
     A thread in a block of its own runs what that block says, whatever other threads ask for
     meanwhile. A thread in none, such as one that was started within another's block, runs what was
-    asked for last, in whichever thread; a Python whose threads inherit contexts, as the
-    free-threaded one, has started it in that block. Blocks of threads may overlap in any order:
+    asked for last, in whichever thread. (In a Python whose threads inherit contexts, as the
+    free-threaded one, such a thread is in that block.) Blocks of threads may overlap in any order:
     when a block has ended nothing of it is left. Asynchronous tasks have blocks of their own like
     threads.
 
