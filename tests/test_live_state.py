@@ -63,6 +63,15 @@ def test_refusals_do_not_print_tensors(case):
         optimizer.load_state_dict({**saved, "state": {torch.ones(2): optimizer.state[p]}})
 
 
+@pytest.mark.parametrize("entry", [99, "99"])
+def test_an_entry_of_no_parameter_is_only_said_to_be(entry):
+    """That numbers must not be strings is said where they then were a parameter's."""
+    optimizer = train(lowbit_optim.AdamW8bit(parameters()), 1)
+    saved = optimizer.state_dict()
+    with pytest.raises(ValueError, match=f"an entry {entry!r}, which no .* group lists$"):
+        optimizer.load_state_dict({**saved, "state": {entry: saved["state"][0]}})
+
+
 @CLASSES
 @BITS
 def test_tensors_and_settings_that_are_saved_apart(case, bits):

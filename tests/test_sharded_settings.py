@@ -2,12 +2,13 @@
 
 import copy
 import math
+from unittest.mock import patch
 
 import pytest
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 import lowbit_optim
 import sharded
@@ -255,3 +256,23 @@ def outside(rank, world, folder):
 
 def test_state_of_a_parameter_that_a_rank_has_no_part_of_is_refused_by_all(tmp_path):
     sharded.run(2, outside, str(tmp_path))
+
+
+def with_history(rank, world, folder):
+    """Shards of a state that has norms, too, which each rank has whole, are taken as they lie."""
+    mesh = init_device_mesh("cpu", (world,))
+    x = torch.randn(8, 512, generator=torch.Generator().manual_seed(0))
+    p = nn.Parameter(distribute_tensor(x, mesh, [Shard(0)]))
+    optimizer = lowbit_optim.AdamW8bit([p], percentile_clipping=50)
+    p.grad = distribute_tensor(x, mesh, [Shard(0)])
+    optimizer.step()
+    saved = optimizer.state_dict()
+    assert saved["state"][0]["gnorm_vec"].shape == (100,)
+    before = sharded.everything([p], optimizer)
+    with patch.object(DTensor, "full_tensor", side_effect=AssertionError):
+        optimizer.load_state_dict(saved)
+    assert identical(sharded.everything([p], optimizer), before)
+
+
+def test_shards_beside_a_history_of_norms_are_not_gathered(tmp_path):
+    sharded.run(2, with_history, str(tmp_path))
