@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from lowbit_optim_kernels.formats import parts_of
+from lowbit_optim_kernels.weights import RESIDUAL_KEY, as_integers
 
 from . import _cast_checks, _checks, _settings, _sharding, _state_dicts
 from ._agreement import agreeing
@@ -70,7 +71,7 @@ class CheckpointBase(StateBase):
         if _state_dicts.add_header not in self._optimizer_state_dict_post_hooks.values():
             self.register_state_dict_post_hook(_state_dicts.add_header, prepend=True)
         all_parameters(self.param_groups)  # which refuses what would be read only once
-        self._add_missing_moments()
+        self._follow_settings()
         try:
             return super().state_dict()
         except KeyError:  # an address, which says nothing
@@ -78,12 +79,13 @@ class CheckpointBase(StateBase):
             raise
 
     @steppable()
-    def _add_missing_moments(self) -> None:
-        """Give states the moments that only settings of now ask for, as the next step would.
+    def _follow_settings(self) -> None:
+        """Give states the moments and the residuals that settings of now ask for, as a step would.
 
-        Those of parameters that have not been stepped since `momentum` or `amsgrad` was set, which
-        a load would miss. Where no step can run with the settings there is nothing to add, and a
-        moment that all settings ask for has been lost: a load says so.
+        Those of parameters that have not been stepped since `momentum`, `amsgrad` or
+        `master_weight_bits` was set: a load would miss the moments, and take a residual of another
+        width for one that was cast. Where no step can run with the settings there is nothing to
+        add, and a moment that all settings ask for has been lost: a load says so.
         """
         for group in self.param_groups:
             settings = resolved({**self.defaults, **group})
@@ -98,10 +100,22 @@ class CheckpointBase(StateBase):
                 keys = {moment.key for moment in asked_for}
                 for p in part["params"]:
                     state = self.state.get(p) or {}
-                    if keys <= state.keys() or "step" not in state:
+                    if "step" not in state:
                         continue
-                    if len(present_moments(state, asked_for)) < len(asked_for):
+                    lacks = not keys <= state.keys()
+                    lacks = lacks and len(present_moments(state, asked_for)) < len(asked_for)
+                    if lacks or self._has_another_residual(state, p, part):
                         self._kept_state(p, part, self._share(p, part))
+
+    def _has_another_residual(
+        self, state: Mapping[str, Any], p: Tensor, group: Mapping[str, Any]
+    ) -> bool:
+        """Whether a state has a residual of another width than the parameter's group asks for."""
+        residual = state.get(RESIDUAL_KEY)
+        if not isinstance(residual, Tensor) or p.dtype != torch.bfloat16:
+            return False
+        wanted = self._weights(p, group).residual
+        return wanted not in (None, as_integers(_sharding.local(residual)).dtype)
 
     def _require_listed(self) -> None:
         """Refuse state of parameters that are in no parameter group."""

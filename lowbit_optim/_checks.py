@@ -237,12 +237,18 @@ def momentum(group: Mapping[str, Any]) -> None:
     flag("nesterov", group["nesterov"])
 
 
-def nesterov(group: Mapping[str, Any]) -> None:
+def nesterov(group: Mapping[str, Any], inherited: Mapping[str, Any]) -> None:
     """Check that what a user asks Nesterov's momentum of has one.
 
-    A step need not: a scheduler that cycles momentum may come to 0, which is stepped without.
+    A group need not that only inherits it, as in torch.optim, nor a step: a scheduler that cycles
+    momentum may come to 0, which is stepped without.
+
+    Args:
+        group: the constructor's settings, or those of a group.
+        inherited: what a group has that says nothing; empty for the constructor's.
     """
-    if group["nesterov"] and (group["momentum"] == 0 or group["dampening"] != 0):
+    asked = group["nesterov"] and not inherited.get("nesterov", False)
+    if asked and (group["momentum"] == 0 or group["dampening"] != 0):
         raise ValueError(
             "nesterov=True needs a momentum > 0 and a dampening of 0; got "
             f"momentum={group['momentum']!r}, dampening={group['dampening']!r}"

@@ -18,8 +18,9 @@ def quantize_blockwise(x: Tensor, signed: bool = True) -> tuple[Tensor, Tensor]:
     """Quantize a tensor to 8 bits with one scale per block of 256 elements.
 
     With absmax the largest finite magnitude of a block, each element x becomes the code whose
-    value is nearest to x / absmax, a tie taking the lower code. Exact zeros and non-finite elements
-    become the code of zero. With `signed=False` (second moments) a positive element never becomes
+    value is nearest to x / absmax, a tie taking the lower code; within rounding of the middle
+    between two codes an engine may take the other one. Exact zeros and non-finite elements become
+    the code of zero. With `signed=False` (second moments) a positive element never becomes
     zero: it takes code 1 at least; a negative one becomes zero.
 
     Args:

@@ -146,7 +146,7 @@ class LARS(TrustOptimizer):
 
     def _check_initial_settings(self, group: Mapping[str, Any]) -> None:
         super()._check_initial_settings(group)
-        _checks.nesterov(group)
+        _checks.nesterov(group, getattr(self, "defaults", {}))
 
     def _validate(self, group: Mapping[str, Any]) -> None:
         super()._validate(group)

@@ -81,7 +81,7 @@ class SGD(LowBitOptimizer):
 
     def _check_initial_settings(self, group: Mapping[str, Any]) -> None:
         super()._check_initial_settings(group)
-        _checks.nesterov(group)
+        _checks.nesterov(group, getattr(self, "defaults", {}))
 
     def _validate(self, group: Mapping[str, Any]) -> None:
         super()._validate(group)

@@ -5,7 +5,7 @@ import torch
 
 import lowbit_optim
 from lowbit_optim._parameter_numbers import ParameterNumbers
-from protocol import CLASSES, build, identical, parameters, snapshot, train
+from protocol import CLASSES, all_parameters, build, identical, parameters, snapshot, train
 from test_settings import refused_by_a_step
 
 
@@ -133,3 +133,21 @@ def test_places_follow_lists_between_steps():
     assert numbers.place_of(p, groups) is None
     assert numbers.renew([r], groups)
     assert not numbers.places
+
+
+@pytest.mark.parametrize("name", ["SGD32bit", "LARS32bit"])
+def test_a_group_that_inherits_nesterovs_momentum_may_have_none(name):
+    """As in torch.optim, which steps it plainly; one that asks for it itself is refused."""
+    taken = []
+    for cls in (getattr(lowbit_optim, name), torch.optim.SGD):
+        own = {"max_unorm": 0.0} if cls is lowbit_optim.LARS32bit else {}
+        first, *rest = parameters()
+        groups = [{"params": [first], "momentum": 0.0}, {"params": rest, "dampening": 0.1}]
+        optimizer = cls(groups, lr=0.1, momentum=0.9, nesterov=True, **own)
+        train(optimizer, 3)
+        taken.append([p.detach() for p in all_parameters(optimizer)])
+    torch.testing.assert_close(*taken)
+    cls = getattr(lowbit_optim, name)
+    for asks in ({"momentum": 0.0}, {"momentum": 0.9, "dampening": 0.1}):
+        with pytest.raises(ValueError, match="nesterov=True needs a momentum"):
+            cls([{"params": parameters(), "nesterov": True, **asks}], lr=0.1)

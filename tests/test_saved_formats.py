@@ -253,3 +253,25 @@ def test_an_average_that_outlasts_its_square_is_converted_as_it_is_stepped():
     m = wide.state[p]["exp_avg"]
     lowbit_optim.dequantize_state(optimizer)
     assert (optimizer.state[p]["exp_avg"].abs() <= 1.01 * m.abs()).all()
+
+
+@pytest.mark.parametrize("after", [24, 32])
+@pytest.mark.parametrize("before", [16, 24, 32])
+def test_bits_of_master_weights_may_be_set_before_a_save(before, after):
+    """With no step between: the file has what the next step would have, for either width."""
+    generator = torch.Generator().manual_seed(0)
+    p = torch.nn.Parameter(torch.randn(64, 64, generator=generator).bfloat16())
+    p.grad = torch.ones_like(p)
+    optimizer = lowbit_optim.AdamW8bit([p], lr=1e-4, master_weight_bits=before)
+    optimizer.step()
+    optimizer.param_groups[0]["master_weight_bits"] = after
+    saved = optimizer.state_dict()
+    for bits in (before, after):
+        q = torch.nn.Parameter(p.detach().clone())
+        q.grad = torch.ones_like(q)
+        loaded = lowbit_optim.AdamW8bit([q], lr=1e-4, master_weight_bits=bits)
+        loaded.load_state_dict(saved)
+    loaded.step()
+    optimizer.step()
+    assert identical(loaded.state_dict(), optimizer.state_dict())
+    assert torch.equal(p, q)

@@ -122,7 +122,7 @@ def groups_of(optimizer: LowBitOptimizer) -> Iterator[Group]:
         ValueError: if settings of single parameters are overridden, which no group can say, or for
             a DTensor, of which other libraries know no shards.
     """
-    optimizer._add_missing_moments()
+    optimizer._follow_settings()
     indices: dict[Tensor, int] = {}
     known = {*optimizer.defaults, *optimizer.FIXED, *NON_SETTING_KEYS}
     for number, group in enumerate(optimizer.param_groups):
