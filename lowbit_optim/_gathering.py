@@ -85,7 +85,7 @@ class _Alike:
 
 @dataclass(frozen=True)
 class _Gathering:
-    """Tensors of one dtype and device that are placed alike, gathered in one collective call.
+    """Tensors of one class, dtype and device that are placed alike, gathered in one call.
 
     Attributes:
         alike: the tensors by their shapes.
@@ -191,7 +191,9 @@ class GatheredCopies:
         wholes = [self.params[i] for i in self.index] * 2
         alike: dict[tuple[Any, ...], list[int]] = {}
         for i, (p, shard) in enumerate(zip(wholes, shards, strict=True)):
-            sharing = (p.device_mesh, p.placements, shard.dtype, shard.device)
+            # Joined with a wrapper's, a plain tensor's copy would be one, too: without an address.
+            wrapper = type(shard) if is_wrapper(type(shard)) else None
+            sharing = (p.device_mesh, p.placements, shard.dtype, shard.device, wrapper)
             alike.setdefault(sharing, []).append(i)
         reused = len(self.index)
         return [

@@ -87,6 +87,38 @@ def shards_that_wrap_tensors(rank, world, folder):
             assert torch.equal(held, q.detach().chunk(world)[rank])
 
 
+def shards_that_wrap_tensors_beside_plain_ones(rank, world, folder):
+    """Each is gathered among its own: of plain shards the compiled engine gets plain copies."""
+    mesh = init_device_mesh("cpu", (world,))
+    generator = torch.Generator().manual_seed(1)
+    values = [torch.randn(5000 + i, generator=generator) for i in range(4)]
+    plain = [torch.nn.Parameter(x.clone()) for x in values]
+    params = []
+    for i, x in enumerate(values):
+        shard = x.chunk(world)[rank].clone()
+        shard = TwoTensor(shard, shard.clone()) if i % 2 else shard
+        spread = DTensor.from_local(
+            shard, mesh, [Shard(0)], run_check=False, shape=x.shape, stride=x.stride()
+        )
+        params.append(torch.nn.Parameter(spread))
+    with lowbit_optim.use_engine("auto"):
+        optimizer, alone = (lowbit_optim.AdamW8bit(some, lr=1e-2) for some in (params, plain))
+        for _ in range(STEPS):
+            for p, q in zip(params, plain, strict=True):
+                q.grad = torch.randn(q.shape, generator=generator)
+                p.grad = distribute_tensor(q.grad, mesh, [Shard(0)])
+            optimizer.step()
+            alone.step()
+    for i, (p, q) in enumerate(zip(params, plain, strict=True)):
+        want = q.detach().chunk(world)[rank]
+        held = p.to_local()
+        if not i % 2:
+            assert torch.equal(held, want)
+        else:  # by torch's operators, which round otherwise
+            torch.testing.assert_close(held.a, want, rtol=1e-4, atol=1e-4)
+            assert torch.equal(held.a, held.b)
+
+
 def gradients_of_another_dtype(rank, world, folder):
     """Of vectors whose shards cut blocks, so that they are stepped whole: in every step cast."""
     if not hasattr(torch.Tensor, "grad_dtype"):  # since torch 2.10
@@ -180,7 +212,8 @@ def graphs_kept_over_a_step(rank, world, folder):
 def all_cases(rank, world, folder):
     for case in (
         gradients_dealt_otherwise, gradients_of_another_dtype, graphs_kept_over_a_step,
-        memory_between_steps, shards_that_wrap_tensors, tensor_parallel,
+        memory_between_steps, shards_that_wrap_tensors,
+        shards_that_wrap_tensors_beside_plain_ones, tensor_parallel,
     ):  # fmt: skip
         case(rank, world, folder)
 
