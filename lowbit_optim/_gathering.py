@@ -191,7 +191,7 @@ class GatheredCopies:
         wholes = [self.params[i] for i in self.index] * 2
         alike: dict[tuple[Any, ...], list[int]] = {}
         for i, (p, shard) in enumerate(zip(wholes, shards, strict=True)):
-            # Joined with a wrapper's, a plain tensor's copy would be one, too: without an address.
+            # Joined with wrappers a plain tensor's copy would be one, too, and have no address.
             wrapper = type(shard) if is_wrapper(type(shard)) else None
             sharing = (p.device_mesh, p.placements, shard.dtype, shard.device, wrapper)
             alike.setdefault(sharing, []).append(i)
