@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from lowbit_optim_kernels.formats import parts_of
+from lowbit_optim_kernels.rules import Moment
 from lowbit_optim_kernels.weights import RESIDUAL_KEY, as_integers
 
 from . import _cast_checks, _checks, _settings, _sharding, _state_dicts
@@ -43,6 +44,12 @@ def steppable() -> Iterator[None]:
     """Make tensors that a later step may write, under `torch.inference_mode()`, too."""
     with torch.inference_mode(False), torch.no_grad():
         yield
+
+
+def _lacks_any(state: Mapping[str, Any], moments: tuple[Moment, ...]) -> bool:
+    """Whether a state has not all of some moments, in whatever format."""
+    named = {moment.key for moment in moments} <= state.keys()
+    return not named and len(present_moments(state, moments)) < len(moments)
 
 
 class CheckpointBase(StateBase):
@@ -97,14 +104,11 @@ class CheckpointBase(StateBase):
             for _, part in parts:
                 always = self._moments({**part, **NO_MORE_MOMENTS})
                 asked_for = tuple(x for x in self._moments(part) if x not in always)
-                keys = {moment.key for moment in asked_for}
                 for p in part["params"]:
                     state = self.state.get(p) or {}
-                    if "step" not in state:
-                        continue
-                    lacks = not keys <= state.keys()
-                    lacks = lacks and len(present_moments(state, asked_for)) < len(asked_for)
-                    if lacks or self._has_another_residual(state, p, part):
+                    if "step" in state and (
+                        _lacks_any(state, asked_for) or self._has_another_residual(state, p, part)
+                    ):
                         self._kept_state(p, part, self._share(p, part))
 
     def _has_another_residual(

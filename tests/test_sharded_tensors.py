@@ -60,63 +60,50 @@ def gradients_dealt_otherwise(rank, world, folder):
             torch.testing.assert_close(p.full_tensor(), q.detach(), rtol=1e-5, atol=1e-6)
 
 
-def shards_that_wrap_tensors(rank, world, folder):
-    """Gathered to be stepped whole, all that they hold arrives before it is read."""
+def stepped(rank, world, wrapping):
+    """Vectors whose shards wrap tensors or not: what a rank holds of each, and of a plain twin."""
     mesh = init_device_mesh("cpu", (world,))
     generator = torch.Generator().manual_seed(1)
-    values = [torch.randn(5000 + i, generator=generator) for i in range(8)]
+    values = [torch.randn(5000 + i, generator=generator) for i in range(len(wrapping))]
     plain = [torch.nn.Parameter(x.clone()) for x in values]
     params = []
-    for x in values:
-        shard = x.chunk(world)[rank]
-        shard = TwoTensor(shard.clone(), shard.clone())
+    for x, wraps in zip(values, wrapping, strict=True):
+        shard = x.chunk(world)[rank].clone()
         spread = DTensor.from_local(
-            shard, mesh, [Shard(0)], run_check=False, shape=x.shape, stride=x.stride()
-        )
+            TwoTensor(shard, shard.clone()) if wraps else shard, mesh, [Shard(0)],
+            run_check=False, shape=x.shape, stride=x.stride(),
+        )  # fmt: skip
         params.append(torch.nn.Parameter(spread))
+    optimizer, alone = (lowbit_optim.AdamW8bit(some, lr=1e-2) for some in (params, plain))
+    for _ in range(6):
+        for p, q in zip(params, plain, strict=True):
+            q.grad = torch.randn(q.shape, generator=generator)
+            p.grad = distribute_tensor(q.grad, mesh, [Shard(0)])
+        optimizer.step()
+        alone.step()
+    return [p.to_local() for p in params], [q.detach().chunk(world)[rank] for q in plain]
+
+
+def shards_that_wrap_tensors(rank, world, folder):
+    """Gathered to be stepped whole, all that they hold arrives before it is read."""
     with lowbit_optim.use_engine("torch"):
-        optimizer, alone = (lowbit_optim.AdamW8bit(some, lr=1e-2) for some in (params, plain))
-        for _ in range(6):
-            for p, q in zip(params, plain, strict=True):
-                q.grad = torch.randn(q.shape, generator=generator)
-                p.grad = distribute_tensor(q.grad, mesh, [Shard(0)])
-            optimizer.step()
-            alone.step()
-    for p, q in zip(params, plain, strict=True):
-        for held in (p.to_local().a, p.to_local().b):
-            assert torch.equal(held, q.detach().chunk(world)[rank])
+        held, wanted = stepped(rank, world, [True] * 8)
+    for got, want in zip(held, wanted, strict=True):
+        assert torch.equal(got.a, want)
+        assert torch.equal(got.b, want)
 
 
 def shards_that_wrap_tensors_beside_plain_ones(rank, world, folder):
     """Each is gathered among its own: of plain shards the compiled engine gets plain copies."""
-    mesh = init_device_mesh("cpu", (world,))
-    generator = torch.Generator().manual_seed(1)
-    values = [torch.randn(5000 + i, generator=generator) for i in range(4)]
-    plain = [torch.nn.Parameter(x.clone()) for x in values]
-    params = []
-    for i, x in enumerate(values):
-        shard = x.chunk(world)[rank].clone()
-        shard = TwoTensor(shard, shard.clone()) if i % 2 else shard
-        spread = DTensor.from_local(
-            shard, mesh, [Shard(0)], run_check=False, shape=x.shape, stride=x.stride()
-        )
-        params.append(torch.nn.Parameter(spread))
+    wrapping = [False, True] * 2
     with lowbit_optim.use_engine("auto"):
-        optimizer, alone = (lowbit_optim.AdamW8bit(some, lr=1e-2) for some in (params, plain))
-        for _ in range(STEPS):
-            for p, q in zip(params, plain, strict=True):
-                q.grad = torch.randn(q.shape, generator=generator)
-                p.grad = distribute_tensor(q.grad, mesh, [Shard(0)])
-            optimizer.step()
-            alone.step()
-    for i, (p, q) in enumerate(zip(params, plain, strict=True)):
-        want = q.detach().chunk(world)[rank]
-        held = p.to_local()
-        if not i % 2:
-            assert torch.equal(held, want)
-        else:  # by torch's operators, which round otherwise
-            torch.testing.assert_close(held.a, want, rtol=1e-4, atol=1e-4)
-            assert torch.equal(held.a, held.b)
+        held, wanted = stepped(rank, world, wrapping)
+    for got, want, wraps in zip(held, wanted, wrapping, strict=True):
+        if wraps:  # stepped by torch's operators, which round otherwise
+            torch.testing.assert_close(got.a, want, rtol=1e-4, atol=1e-4)
+            assert torch.equal(got.a, got.b)
+        else:
+            assert torch.equal(got, want)
 
 
 def gradients_of_another_dtype(rank, world, folder):
