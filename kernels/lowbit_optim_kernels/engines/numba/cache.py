@@ -5,13 +5,19 @@ process, a full disk ends the step that compiles, and to load a function it impo
 compiler needs. So what is kept is machine code alone, as LLVM gave it for one function with all
 that it calls: a process that finds it links it, and its compiler stays asleep. Each has a linker of
 its own, in which names of two processes cannot meet. `module_cache` has checked the file before.
+
+Numba compiles in a thread of its own, which Ctrl-C does not reach: an exception within the
+generators that read its registries would end them, and no later function would compile.
 """
 
 from __future__ import annotations
 
 import ctypes
 import hashlib
+import threading
+from collections.abc import Callable
 from functools import cache
+from queue import SimpleQueue
 from types import FunctionType, ModuleType
 from typing import Any
 
@@ -58,16 +64,38 @@ def c_function(module: ModuleType, name: str) -> CFunction:
     """The C function of a generated module's function of an int64; loaded, or else compiled."""
     system = hashlib.sha256(processor().encode()).hexdigest()[:24]
     key = f"{module.__name__}.{name}.{system}"  # the module's name says all else
-    return _made.get(key) or _make(module, name, key)
+    if key not in _made:
+        _undisturbed(lambda: _make(module, name, key))
+    return _made[key]
+
+
+def _undisturbed(call: Callable[[], None]) -> None:
+    """Call what goes on to its end where an exception that a signal raises ends the wait for it."""
+    ends: SimpleQueue[None] = SimpleQueue()
+    errors: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            call()
+        except BaseException as error:  # noqa: BLE001  # the caller raises it
+            errors.append(error)
+        ends.put(None)
+
+    try:
+        threading.Thread(target=run, name="lowbit_optim compiles").start()
+    except RuntimeError:  # the interpreter shuts down, or there are too many threads
+        run()
+    ends.get()
+    if errors:
+        raise errors.pop()
 
 
 @global_compiler_lock
-def _make(module: ModuleType, name: str, key: str) -> CFunction:
+def _make(module: ModuleType, name: str, key: str) -> None:
     if key not in _made:
         kept = module_cache.load(key)
         found = None if kept is None else _linked(kept)
         _made[key] = CFunction(name, *(found or _compiled(getattr(module, name), key)))
-    return _made[key]
 
 
 def _linked(kept: bytes) -> tuple[int, object] | None:
@@ -121,10 +149,7 @@ def _keep(key: str, symbol: str, made: Any) -> None:
     # Code with addresses of this process in it; none of ours, unless a helper goes wrong.
     if made.library.has_dynamic_globals or made.reload_init:
         return
-    try:
-        code, _ = made.library.serialize_using_object_code()[2]
-    except RuntimeError:  # Ctrl-C kept LLVM from handing the code over, which runs all the same
-        return
+    code, _ = made.library.serialize_using_object_code()[2]
     functions = made.library._final_module.functions
     needed = [f.name for f in functions if f.is_declaration and not f.name.startswith("llvm.")]
     module_cache.store(key, " ".join([symbol, *needed]).encode() + b"\0" + code)
