@@ -272,55 +272,81 @@ except KeyboardInterrupt:
     assert outcome == "mended" or (after > 2 and outcome == "too late")
 
 
-@pytest.mark.parametrize("thread", ["of its own", "that asked"])
-def test_an_interrupt_within_the_compilers_registries(thread, tmp_path):
-    """They are read by generators, which an exception ends; where no thread starts it may."""
-    script = f"""
-import os, signal, threading
+BY_NUMBA = """
+import os, signal, sys, threading
 import torch, lowbit_optim
-import numba
-from numba.core.registry import cpu_target
-from numba.core.typing.templates import Registry
-numba.njit(lambda x: x + 1.0)(1.0)
-
-class Functions(list):
-    armed = False
-
-    def __len__(self):
-        if self.armed:
-            self.armed = False
-            os.kill(os.getpid(), signal.SIGINT)
-            sum(range(10))
-        return super().__len__()
-
-def no_thread(self):
-    raise RuntimeError("can't create new thread at interpreter shutdown")
-
-registry = Registry()
-registry.functions = functions = Functions()
-context = type(cpu_target.typing_context)
-refresh = context.refresh
-context.refresh = lambda self: (refresh(self), self.install_registry(registry))
-cpu_target.typing_context.refresh()
-functions.armed = True
 p = torch.nn.Parameter(torch.ones(5000))
 p.grad = torch.ones(5000)
 optimizer = lowbit_optim.AdamW8bit([p], lr=0.1)
-if {thread == "that asked"}:
-    threading.Thread.start = no_thread
-try:
-    optimizer.step()
-    print("not interrupted")
-except KeyboardInterrupt:
-    assert not functions.armed
+
+def interrupt():
+    os.kill(os.getpid(), signal.SIGINT)
+    sum(range(10))
+
+class Importing:
+    armed = True
+
+    def find_spec(self, name, *_):
+        if name == "numba.core.types" and self.armed:
+            self.armed = False
+            interrupt()
+
+class Registered(list):
+    armed = False
+
+    def __len__(self):  # asked for by the generator that reads a registry
+        if self.armed:
+            self.armed = False
+            interrupt()
+        return super().__len__()
+
+def registered():
+    import numba
+    from numba.core.registry import cpu_target
+    from numba.core.typing.templates import Registry
+    numba.njit(lambda x: x + 1.0)(1.0)
+    registry = Registry()
+    registry.functions = functions = Registered()
+    context = type(cpu_target.typing_context)
+    refresh = context.refresh
+    context.refresh = lambda self: (refresh(self), self.install_registry(registry))
+    cpu_target.typing_context.refresh()
+    functions.armed = True
+    return functions
+
+def step_twice(armed):
     try:
         optimizer.step()
-        print("steps", int(optimizer.state[p]["step"]))
-    except RuntimeError as error:
-        print(error)
+        print("not interrupted")
+    except KeyboardInterrupt:
+        assert not armed.armed
+        try:
+            optimizer.step()
+            print("steps", int(optimizer.state[p]["step"]))
+        except (AttributeError, RuntimeError):
+            print("broken")
+
+def start(self):
+    raise RuntimeError("can't create new thread at interpreter shutdown")
+
+if THREADS == "none":
+    threading.Thread.start = start
+if WHEN == "imported":
+    numba = Importing()
+    sys.meta_path.insert(0, numba)
+else:
+    numba = registered()
+step_twice(numba)
 """
-    expected = "steps 1" if thread == "of its own" else "generator raised StopIteration"
-    assert python(script, LOWBIT_OPTIM_CACHE_DIR=str(tmp_path)) == expected
+
+
+@pytest.mark.parametrize("when", ["imported", "compiling"])
+@pytest.mark.parametrize("threads", ["some", "none"])
+def test_an_interrupt_that_would_break_numba(when, threads, tmp_path):
+    """Where no thread can be started it does."""
+    script = f"WHEN, THREADS = {when!r}, {threads!r}\n" + BY_NUMBA
+    outcome = python(script, LOWBIT_OPTIM_CACHE_DIR=str(tmp_path))
+    assert outcome == ("steps 1" if threads == "some" else "broken")
 
 
 def test_no_state_is_kept_of_a_step_that_an_engine_does_not_begin(engine, device, monkeypatch):

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from ..devices import has_fp64
+from ..uninterrupted import uninterrupted
 
 HALF_TO_SINGLE = frozenset({torch.float32, torch.bfloat16, torch.float16})
 FALLBACK = "torch"  # the engine that runs what no other one takes
@@ -92,7 +93,7 @@ class Engine:
     @cached_property
     def code(self) -> Any:
         """Its module; Numba and Triton are imported when it is first needed."""
-        return importlib.import_module(self.module, __package__)
+        return uninterrupted(importlib.import_module, self.module, __package__)
 
 
 def is_wrapper(tensor_type: type) -> bool:
@@ -116,7 +117,7 @@ def _installed(module: str) -> bool:
 def _broken(module: str) -> Refusal | None:
     """Why an installed module does not import."""
     try:
-        importlib.import_module(module)
+        uninterrupted(importlib.import_module, module)
     except _BROKEN as error:
         reason = f"{module} is installed but does not import: {type(error).__name__}: {error}"
         return Refusal(reason, warn=True)

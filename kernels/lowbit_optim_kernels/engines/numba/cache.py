@@ -5,19 +5,13 @@ process, a full disk ends the step that compiles, and to load a function it impo
 compiler needs. So what is kept is machine code alone, as LLVM gave it for one function with all
 that it calls: a process that finds it links it, and its compiler stays asleep. Each has a linker of
 its own, in which names of two processes cannot meet. `module_cache` has checked the file before.
-
-Numba compiles in a thread of its own, which Ctrl-C does not reach: an exception within the
-generators that read its registries would end them, and no later function would compile.
 """
 
 from __future__ import annotations
 
 import ctypes
 import hashlib
-import threading
-from collections.abc import Callable
 from functools import cache
-from queue import SimpleQueue
 from types import FunctionType, ModuleType
 from typing import Any
 
@@ -31,6 +25,7 @@ from numba.core.compiler_lock import global_compiler_lock
 from numba.core.registry import cpu_target
 
 from ...codegen import module_cache
+from ...uninterrupted import uninterrupted
 from .vector import host_features
 
 
@@ -64,38 +59,16 @@ def c_function(module: ModuleType, name: str) -> CFunction:
     """The C function of a generated module's function of an int64; loaded, or else compiled."""
     system = hashlib.sha256(processor().encode()).hexdigest()[:24]
     key = f"{module.__name__}.{name}.{system}"  # the module's name says all else
-    if key not in _made:
-        _undisturbed(lambda: _make(module, name, key))
-    return _made[key]
-
-
-def _undisturbed(call: Callable[[], None]) -> None:
-    """Call what goes on to its end where an exception that a signal raises ends the wait for it."""
-    ends: SimpleQueue[None] = SimpleQueue()
-    errors: list[BaseException] = []
-
-    def run() -> None:
-        try:
-            call()
-        except BaseException as error:  # noqa: BLE001  # the caller raises it
-            errors.append(error)
-        ends.put(None)
-
-    try:
-        threading.Thread(target=run, name="lowbit_optim compiles").start()
-    except RuntimeError:  # the interpreter shuts down, or there are too many threads
-        run()
-    ends.get()
-    if errors:
-        raise errors.pop()
+    return _made.get(key) or uninterrupted(_make, module, name, key)
 
 
 @global_compiler_lock
-def _make(module: ModuleType, name: str, key: str) -> None:
+def _make(module: ModuleType, name: str, key: str) -> CFunction:
     if key not in _made:
         kept = module_cache.load(key)
         found = None if kept is None else _linked(kept)
         _made[key] = CFunction(name, *(found or _compiled(getattr(module, name), key)))
+    return _made[key]
 
 
 def _linked(kept: bytes) -> tuple[int, object] | None:
