@@ -7,9 +7,9 @@ later function compiles.
 
 from __future__ import annotations
 
+import queue
 import threading
 from collections.abc import Callable
-from queue import SimpleQueue
 from typing import ParamSpec, TypeVar
 
 _P = ParamSpec("_P")
@@ -22,7 +22,8 @@ def uninterrupted(call: Callable[_P, _R], *args: _P.args, **options: _P.kwargs) 
     An exception that a handler raises ends the wait, and the call goes on to its end. The calling
     thread holds no lock that the call takes.
     """
-    ends: SimpleQueue[None] = SimpleQueue()  # its lock is never left taken, whatever interrupts
+    # No exception in the wait leaves its lock taken, as it might an event's or a condition's.
+    ends: queue.SimpleQueue[None] = queue.SimpleQueue()
     results: list[_R] = []
     errors: list[BaseException] = []
 
