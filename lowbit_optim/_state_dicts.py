@@ -151,12 +151,15 @@ def merged_groups(optimizer: Any, state_dict: Mapping[str, Any]) -> list[dict[st
 
     What else a group has is the file's alone, as in torch: an `initial_lr` that stayed would be the
     base of schedulers made later. A run of an earlier version goes on as it was, without dither.
-    How another optimizer takes its steps is not how this one does.
+    How another optimizer takes its steps is not how this one does; and torch's AdamW, too, decays
+    as such when it goes on from Adam's.
     """
     groups, name = optimizer.param_groups, type(optimizer).__name__
     saved = state_dict["param_groups"]
     head = state_dict.get(KEY)
-    unread = ("params", "foreach", "fused") if head is None else ("params",)
+    unread = {"params"}
+    if head is None:
+        unread |= {"foreach", "fused", *optimizer.FIXED} - {optimizer.MODE}
     lacking = {"dither": False} if head is not None and head["format_version"] == 1 else {}
     if len(saved) != len(groups):
         raise ValueError(

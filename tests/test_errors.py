@@ -367,7 +367,6 @@ def test_a_state_that_does_not_fit(case, damage, match):
 OTHERS = [
     (torch.optim.Adam, {}, lowbit_optim.SGD8bit),
     (torch.optim.Adam, {}, lowbit_optim.LARS32bit),
-    (torch.optim.Adam, {}, lowbit_optim.AdamW8bit),
     (torch.optim.SGD, {"momentum": 0.9}, lowbit_optim.Adam8bit),
     (torch.optim.SGD, {}, lowbit_optim.AdamW32bit),
     (torch.optim.RMSprop, {}, lowbit_optim.AdamW32bit),
@@ -381,7 +380,7 @@ def test_a_state_of_another_class(source, options, target):
     saved = train(source(parameters(), lr=0.1, **options), 1).state_dict()
     optimizer = target(parameters(), lr=0.1)
     before = snapshot(optimizer)
-    with pytest.raises(ValueError, match=r"optimizer|decoupled_weight_decay"):
+    with pytest.raises(ValueError, match="optimizer"):
         optimizer.load_state_dict(saved)
     assert identical(snapshot(optimizer), before)
 

@@ -150,6 +150,22 @@ def test_load_nontensor_step(name, bits):
         train(optimizer, params, 1)
 
 
+def test_adamw_serialization():
+    """What Adam saves AdamW goes on from, with its own way of decay."""
+    params = parameters()
+    theirs = train(torch.optim.Adam(params, weight_decay=0.1), params, 3)
+    ended = []
+    for cls in (torch.optim.AdamW, lowbit_optim.AdamW32bit):
+        own = copies(params)
+        optimizer = cls(own)
+        optimizer.load_state_dict(theirs.state_dict())
+        assert optimizer.param_groups[0]["decoupled_weight_decay"] is True
+        train(optimizer, own, 3)
+        ended.append(own)
+    for p, q in zip(*ended, strict=True):
+        torch.testing.assert_close(p, q)
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @RECORDS
