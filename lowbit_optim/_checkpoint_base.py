@@ -95,7 +95,7 @@ class CheckpointBase(StateBase):
         add, and a moment that all settings ask for has been lost: a load says so.
         """
         for group in self.param_groups:
-            settings = resolved({**self.defaults, **group})
+            settings = resolved({**self.FIXED, **self.defaults, **group})
             try:
                 parts = self._overridden(settings)
                 self._check_settings(settings)

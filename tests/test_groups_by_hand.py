@@ -48,6 +48,8 @@ def test_groups_that_a_wrapper_makes_of_the_defaults(case, steps):
         if remade:
             optimizer.param_groups = [{"params": group["params"], **optimizer.defaults, **mode}]
             assert constants(optimizer).isdisjoint(optimizer.param_groups[0])
+            optimizer.state_dict()
+            assert constants(optimizer).isdisjoint(optimizer.param_groups[0])
         results.append(snapshot(train(optimizer, 2)))
         optimizer.load_state_dict(optimizer.state_dict())
     assert identical(*results)
