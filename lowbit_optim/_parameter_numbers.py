@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence, Set
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from typing import Any, NamedTuple
 
 from torch import Tensor
@@ -30,16 +30,19 @@ def all_parameters(groups: Groups) -> list[Tensor]:
     """All parameters, in the order of their numbers; `params` that are no sequence become lists.
 
     Raises:
-        TypeError: for an iterator, which is empty the next time, or a set, which has no order.
+        TypeError: for an iterator, which is empty the next time, a set, which has no order, one
+            tensor, a dict, or what is not iterable.
     """
     for index, group in enumerate(groups):
-        if isinstance(group["params"], (Iterator, Set)):
+        params = group["params"]
+        if type(params) is list:  # which is known sooner than what it is none of
+            continue
+        if isinstance(params, (Iterator, Set, Tensor, Mapping)) or not isinstance(params, Iterable):
             raise TypeError(
-                f"params of parameter group {index} must be a list; got "
-                f"{type(group['params']).__name__}"
+                f"params of parameter group {index} must be a list; got {type(params).__name__}"
             )
-        if not hasattr(group["params"], "__getitem__"):
-            group["params"] = list(group["params"])
+        if not hasattr(params, "__getitem__"):
+            group["params"] = list(params)
     return [p for group in groups for p in group["params"]]
 
 

@@ -304,6 +304,7 @@ def test_what_inspect_gives_a_compiler_is_the_text_that_ran(tmp_path, monkeypatc
     assert module.answer() == 42
     linecache.checkcache()
     assert inspect.getsource(module.answer) == text
+    assert module_cache.import_source("test", text, ()) is module
     del sys.modules[module.__name__]
     assert module_cache.import_source("test", text, ()).answer() == 42
     assert path.read_text() == text

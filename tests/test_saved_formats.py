@@ -275,3 +275,25 @@ def test_bits_of_master_weights_may_be_set_before_a_save(before, after):
     optimizer.step()
     assert identical(loaded.state_dict(), optimizer.state_dict())
     assert torch.equal(p, q)
+
+
+def test_a_residual_goes_with_the_bits_that_asked_for_it():
+    p = torch.nn.Parameter(torch.ones(64, 64, dtype=torch.bfloat16))
+    optimizer = lowbit_optim.AdamW32bit([p], lr=1e-3, master_weight_bits=24)
+    p.grad = torch.ones_like(p)
+    optimizer.step()
+    assert "master_residual" in optimizer.state[p]
+    optimizer.param_groups[0]["master_weight_bits"] = 16
+    optimizer.step()
+    assert list(optimizer.state[p]) == ["step", "exp_avg", "exp_avg_sq"]
+
+
+def test_a_number_in_place_of_a_history():
+    p = torch.nn.Parameter(torch.ones(300))
+    p.grad = torch.ones_like(p)
+    optimizer = lowbit_optim.AdamW8bit([p], percentile_clipping=5)
+    optimizer.step()
+    saved = copy.deepcopy(optimizer.state_dict())
+    saved["state"][0]["gnorm_vec"] = 3.0
+    with pytest.raises(ValueError, match=r"'gnorm_vec' must have shape \(100,\); got 3.0"):
+        optimizer.load_state_dict(saved)

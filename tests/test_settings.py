@@ -272,7 +272,10 @@ def test_numpy_in_other_places():
     assert saved[1]["batch"] == 3
 
 
-@pytest.mark.parametrize("several", [iter, set], ids=lambda kind: kind.__name__)
+@pytest.mark.parametrize(
+    "several", [iter, set, lambda params: params[0], lambda params: dict(enumerate(params)), id],
+    ids=["iter", "set", "one", "dict", "number"],
+)  # fmt: skip
 def test_parameters_that_are_no_list_are_refused(several):
     """A generator, as `model.parameters()` is one, is empty when it is read again."""
     optimizer = train(ADAMW(parameters()), 1)
