@@ -14,7 +14,8 @@ def dequantize_state(optimizer: LowBitOptimizer) -> None:
     State then has what that of the 32-bit optimizer has, under the same keys: moments in fp32 of
     their parameters' shapes, and no scales. Rows can be cut out of it, added and set to zero as out
     of torch's. The next step codes what it finds, rounded to nearest, and so does
-    `load_state_dict`; until then it takes the memory of 32-bit state. Collective for DTensors.
+    `load_state_dict`; until then it takes the memory of 32-bit state. Parameters whose place others
+    take before that step are freed at once. Collective for DTensors.
 
     Args:
         optimizer: any of this package. State that is kept in 32 bits stays as it is.
@@ -37,3 +38,4 @@ def dequantize_state(optimizer: LowBitOptimizer) -> None:
             for p in part["params"]:
                 if "step" in optimizer.state.get(p, {}):
                     optimizer._kept_state(p, exact, optimizer._share(p, exact))
+    optimizer._forget_parameters()

@@ -249,9 +249,12 @@ class LowBitOptimizer(StepBase):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Reset all gradients; see `torch.optim.Optimizer.zero_grad`.
 
-        Released ones begin anew, too, as after a backward pass that failed.
+        Released ones begin anew, too, as after a backward pass that failed. Parameters that others
+        have taken the place of are let go of.
         """
         super().zero_grad(set_to_none)
+        if self._numbers.lists_others([p for group in self.param_groups for p in group["params"]]):
+            self._forget_parameters()
         if self._released is not None:
             self._released.forget()
 
@@ -305,6 +308,12 @@ class LowBitOptimizer(StepBase):
             )
 
     # The step loop.
+
+    def _forget_parameters(self) -> None:
+        """Let go of all parameters, any that are gone among them; the next step plans anew."""
+        self.plans, self._partial_plans = {}, {}
+        self._numbers.forget()
+        self._settings.forget()
 
     def _step_groups(self) -> None:
         """Step every parameter that has a gradient.

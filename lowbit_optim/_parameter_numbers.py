@@ -67,6 +67,14 @@ class ParameterNumbers:
         self._listed, self.version, self.places = listed, self.version + 1, {}
         return True
 
+    def lists_others(self, listed: list[Tensor]) -> bool:
+        """Whether parameters that it knows are not these."""
+        return bool(self._listed) and not same_objects(listed, self._listed)
+
+    def forget(self) -> None:
+        """Let go of all parameters."""
+        self._listed, self.places = [], {}
+
     def place_of(self, p: Tensor, groups: Groups) -> Place | None:
         """A parameter's place; None if no group has it."""
         if not _is_at(p, self.places.get(p), groups):

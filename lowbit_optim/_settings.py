@@ -180,6 +180,10 @@ class Settings:
             for index in [index for index in known if index >= count]:
                 del known[index]
 
+    def forget(self) -> None:
+        """Let go of all parameters."""
+        self._kept = {}
+
     def remember(self, index: int, group: Mapping[str, Any]) -> None:
         """Take a group's `optim_bits` and `state_format` as what later changes start from."""
         self._stored_as[index] = _storage(index, group)

@@ -76,6 +76,31 @@ def test_a_parameter_group_that_is_taken_out_is_freed():
         assert reference() is None
 
 
+@pytest.mark.parametrize("when", ["dequantized", "cleared"])
+@pytest.mark.parametrize("how", ["in its list", "with its list", "with its group"])
+def test_a_parameter_that_another_one_takes_the_place_of_is_freed(when, how):
+    """Gaussian splatting replaces them between two steps, trainers of a block of layers in one."""
+    (p,) = params = [torch.nn.Parameter(torch.ones(5000))]
+    optimizer = train(lowbit_optim.AdamW8bit(params), 2)
+    (group,) = optimizer.param_groups
+    if when == "dequantized":
+        lowbit_optim.dequantize_state(optimizer)
+    new, reference = torch.nn.Parameter(torch.ones(6000)), weakref.ref(p)
+    del optimizer.state[p], p
+    if how == "in its list":
+        group["params"][0] = new
+    elif how == "with its list":
+        group["params"] = [new]
+    else:
+        optimizer.param_groups = [{**group, "params": [new]}]
+    del group, params
+    if when == "cleared":
+        optimizer.zero_grad()
+    assert reference() is None
+    train(optimizer, 1)
+    assert int(optimizer.state[new]["step"]) == 1
+
+
 @pytest.mark.parametrize("cls", [lowbit_optim.AdamW32bit, lowbit_optim.AdamW8bit])
 def test_state_of_another_dtype_at_the_same_address_is_not_written_beyond_its_end(cls, engine):
     p = torch.nn.Parameter(torch.randn(5000))
