@@ -13,6 +13,7 @@ from lowbit_optim_kernels.rules import SIGNED, SQUARE, Moment
 from . import _checks, _tensor_checks
 
 
+@torch._disable_dynamo
 @torch.no_grad()
 def quantize_blockwise(x: Tensor, signed: bool = True) -> tuple[Tensor, Tensor]:
     """Quantize a tensor to 8 bits with one scale per block of 256 elements.
@@ -52,6 +53,7 @@ def quantize_blockwise(x: Tensor, signed: bool = True) -> tuple[Tensor, Tensor]:
     return codes, absmax
 
 
+@torch._disable_dynamo
 @torch.no_grad()
 def dequantize_blockwise(
     codes: Tensor, absmax: Tensor, signed: bool = True, dtype: torch.dtype = torch.float32

@@ -71,7 +71,7 @@ for name in ("torch", "numba"):
 
 
 @pytest.mark.filterwarnings("ignore:.*record function.*")
-def test_torch_compile_leaves_the_step_alone():
+def test_torch_compile_leaves_the_step_and_the_codec_alone():
     optimizer, twin = (lowbit_optim.AdamW8bit(parameters(), min_8bit_size=1) for _ in "ab")
     compiled = torch.compile(optimizer.step, backend="eager")
     for t in range(2):
@@ -80,6 +80,12 @@ def test_torch_compile_leaves_the_step_alone():
             p.grad = q.grad.clone()
         compiled()
     assert identical(snapshot(optimizer), snapshot(twin))
+
+    def rounded(x):
+        return lowbit_optim.dequantize_blockwise(*lowbit_optim.quantize_blockwise(x)) + 1
+
+    x = torch.linspace(-1, 1, 5000)
+    assert torch.equal(torch.compile(rounded, backend="eager")(x), rounded(x))
 
 
 def test_an_optimizer_per_parameter_inside_the_backward_pass():
