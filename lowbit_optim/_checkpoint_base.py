@@ -63,6 +63,10 @@ class CheckpointBase(StateBase):
         """Settings by what `GlobalOptimManager` overrides of the parameters."""
         return self._overrides.parts(settings, self._check_settings)
 
+    def _with_defaults(self, group: Mapping[str, Any]) -> dict[str, Any]:
+        """A group's settings as numbers; where it lacks one, that of the optimizer."""
+        return resolved({**self.FIXED, **self.defaults, **group})
+
     def state_dict(self) -> dict[str, Any]:
         """The state as tensors, numbers, strings, lists and dicts only.
 
@@ -95,7 +99,7 @@ class CheckpointBase(StateBase):
         add, and a moment that all settings ask for has been lost: a load says so.
         """
         for group in self.param_groups:
-            settings = resolved({**self.FIXED, **self.defaults, **group})
+            settings = self._with_defaults(group)
             try:
                 parts = self._overridden(settings)
                 self._check_settings(settings)
@@ -182,7 +186,7 @@ class CheckpointBase(StateBase):
         groups = _state_dicts.merged_groups(self, state_dict)
         for index, group in enumerate(groups):
             with _state_dicts.refusing(f"parameter group {index} of state_dict"):
-                self._check_settings(resolved({**self.FIXED, **self.defaults, **group}))
+                self._check_settings(self._with_defaults(group))
                 norm = as_number(group.get(PREVIOUS_NORM, 0.0), wait=True)
                 _checks.number(PREVIOUS_NORM, norm, 0.0)
         return state_dict, groups

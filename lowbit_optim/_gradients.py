@@ -77,7 +77,7 @@ def checked(p: Tensor, name: str) -> Tensor:
     if g.layout != torch.strided:
         raise RuntimeError(
             f"{name} does not support sparse gradients; "
-            "use sparse=False in the layer, or torch.optim.SparseAdam"
+            "use sparse=False in the layer, or torch.optim.SparseAdam, SGD or Adagrad"
         )
     if g.is_complex():
         raise RuntimeError(f"{name} does not support complex gradients; take their real part")

@@ -117,7 +117,7 @@ def check_unit(saved: Mapping[str, Any], p: Tensor, unit: Unit, harmless: Harmle
     check_stored(saved, p, unit)
     for part in unit.parts:
         if part.per_block:
-            require_scales(part.key, saved[part.key])
+            require_scales(part.key, saved[part.key], _dtype(part, p))
     if unit.format.exact:
         for moment in unit.moments:
             _check_numbers(moment, saved[moment.key].detach(), p, harmless)
@@ -157,8 +157,10 @@ def _scales_of(key: str) -> str:
 
 
 def _check_numbers(moment: Moment, value: Tensor, p: Tensor, harmless: HarmlessMask) -> None:
-    if all_finite(value) if moment.signed else extent(value)[0] >= 0:
+    dtype = compute_dtype(p)
+    if all_finite(value, dtype=dtype) if moment.signed else extent(value)[0] >= 0:
         return
+    value = value.to(dtype)
     # An infinite square freezes its weight, as in torch.optim; no other such number is harmless,
     # unless the weight is lost already, or outlasts it.
     if moment.signed:
@@ -168,15 +170,20 @@ def _check_numbers(moment: Moment, value: Tensor, p: Tensor, harmless: HarmlessM
     if p.device.type != "meta":
         good = good.to(p.device) | ~p.detach().isfinite()
     if not true_everywhere(good):
-        allowed = "finite" if moment.signed else ">= 0"
+        allowed = f"finite as {dtype}" if moment.signed else ">= 0"
         raise ValueError(f"{moment.key!r} has elements that are not {allowed}")
 
 
 def _tensor(saved: Mapping[str, Any], p: Tensor, part: Part) -> Tensor:
     """A copy of a saved tensor on the parameter's device, in the dtype of its part."""
-    dtype = part.dtype or compute_dtype(p)
-    tensor: Tensor = saved[part.key].detach().to(device=p.device, dtype=dtype, copy=True)
+    saved_tensor = saved[part.key].detach()
+    tensor: Tensor = saved_tensor.to(device=p.device, dtype=_dtype(part, p), copy=True)
     return tensor.contiguous()
+
+
+def _dtype(part: Part, p: Tensor) -> torch.dtype:
+    """The dtype of a part of a parameter's moments."""
+    return part.dtype or compute_dtype(p)
 
 
 def _decoded(stored: list[Tensor], p: Tensor, unit: Unit) -> list[Tensor]:

@@ -49,7 +49,7 @@ def as_step(value: Any) -> int:
     step = value.item() if isinstance(value, Tensor) else value
     whole = isinstance(step, Real) and not isinstance(step, bool) and step == step // 1
     if not whole or not 0 <= step <= MOST_STEPS:
-        raise ValueError(f"'step' must be a whole number >= 0, got {step!r}")
+        raise ValueError(f"'step' must be a whole number >= 0 and at most 2**53, got {step!r}")
     return int(step)
 
 
@@ -68,7 +68,7 @@ def check_values(
         as_step(saved["step"])
     for x in dict.fromkeys((*lasting, NORMS)):
         if x.key in saved:
-            _check_lasting(x, saved[x.key])
+            _check_lasting(x, saved[x.key], p)
         elif not x.history:
             raise missing(x.key, saved)
     if RESIDUAL_KEY in saved:
@@ -106,10 +106,11 @@ def _require_lasting(x: Lasting, value: Any) -> None:
     require_dense(x.key, value)
 
 
-def _check_lasting(x: Lasting, value: Any) -> None:
+def _check_lasting(x: Lasting, value: Any, p: Tensor) -> None:
     _require_lasting(x, value)
-    if not (all_finite(value, 0) or extent(value) == (x.start, x.start)):
-        raise ValueError(f"{x.key!r} must hold finite numbers >= 0")
+    dtype = lasting_spec(x, p).dtype
+    if not (all_finite(value, 0, dtype) or extent(value) == (x.start, x.start)):
+        raise ValueError(f"{x.key!r} must hold numbers >= 0 that are finite as {dtype}")
 
 
 def _residual(saved: Mapping[str, Any], p: Tensor, dtype: torch.dtype) -> Tensor:

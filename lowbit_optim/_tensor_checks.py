@@ -94,14 +94,17 @@ def extent(x: Tensor) -> tuple[float, float]:
     return least, largest
 
 
-def all_finite(x: Tensor, at_least: float = -math.inf) -> bool:
-    """Whether no number of a tensor is NaN, infinite or less than this."""
+def all_finite(
+    x: Tensor, at_least: float = -math.inf, dtype: torch.dtype = torch.float64
+) -> bool:  # fmt: skip
+    """Whether no number of a tensor is less than this, NaN, or infinite in a dtype."""
     least, largest = extent(x)
-    return least >= at_least and -math.inf < least and largest < math.inf
+    most = torch.finfo(dtype).max
+    return max(at_least, -most) <= least and largest <= most
 
 
-def require_scales(key: str, value: Any) -> None:
-    """Refuse scales that are no dense numbers, negative or not finite."""
+def require_scales(key: str, value: Any, dtype: torch.dtype = torch.float32) -> None:
+    """Refuse scales that are no dense numbers, negative or not finite in the dtype they get."""
     require_dense(key, value)
-    if not all_finite(value, 0):
-        raise ValueError(f"{key!r} has scales that are negative or not finite")
+    if not all_finite(value, 0, dtype):
+        raise ValueError(f"{key!r} has scales that are negative or not finite as {dtype}")

@@ -107,6 +107,35 @@ def test_codes_of_squares_say_nothing_of_an_infinite_moment(shape):
         lowbit_optim.AdamW8bit(parameters(), **options).load_state_dict(saved)
 
 
+@pytest.mark.parametrize(
+    ("name", "key", "beyond", "got"),
+    [
+        ("AdamW32bit", "exp_avg", -1e300, "float32"),
+        ("AdamW8bit", "exp_avg_absmax", 1e300, "float32"),
+        ("AdamW8bit-ratio8", "exp_avg_scale", 3.4e38, "bfloat16"),
+        ("AdamW8bit-ratio8", "exp_avg_sq_scale", 1e300, "float32"),
+        ("AdamW32bit", "gnorm_vec", 1e300, "float32"),
+    ],
+)
+def test_numbers_that_become_infinite_on_loading_are_refused(name, key, beyond, got):
+    """Finite ones, in a wider dtype than the state has."""
+    cls, _, state_format = name.partition("-")
+    settings = {"min_8bit_size": 0, "percentile_clipping": 50}
+    settings |= {"state_format": state_format} if state_format else {}
+
+    def made():
+        return getattr(lowbit_optim, cls)(parameters(), **settings)
+
+    saved = train(made(), 1).state_dict()
+    wide = saved["state"][0][key].double()
+    wide.flatten()[3] = beyond
+    saved["state"][0][key] = wide
+    with pytest.raises(ValueError, match=f"'{key}' .* finite as torch.{got}"):
+        made().load_state_dict(saved)
+    wide.flatten()[3] = 1.0
+    made().load_state_dict(saved)
+
+
 @pytest.mark.parametrize("dither", [True, False])
 def test_a_positive_square_has_no_code_of_zero(dither, engine, device):
     """However far below the largest one of its block it is."""

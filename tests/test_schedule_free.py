@@ -170,7 +170,7 @@ def test_a_checkpoint_without_what_lasts_is_refused(key):
         build()[1].load_state_dict(saved)
     saved = optimizer.state_dict()
     saved["state"][1]["weight_sum"] = torch.tensor(-1.0)
-    with pytest.raises(ValueError, match="'weight_sum' must hold finite numbers >= 0"):
+    with pytest.raises(ValueError, match="'weight_sum' must hold numbers >= 0 that are finite"):
         build()[1].load_state_dict(saved)
 
 
