@@ -122,6 +122,16 @@ def module(name: str, value: Any) -> None:
         raise TypeError(f"{name} must be a torch.nn.Module; got {type(value).__name__}")
 
 
+def parameters(value: Any) -> None:
+    """Refuse a module in place of its parameters, and what cannot be walked through."""
+    is_list = isinstance(value, torch.nn.ParameterList) or not isinstance(value, torch.nn.Module)
+    if not (is_list and isinstance(value, Iterable)):
+        raise TypeError(
+            "params must be an iterable of parameters or of parameter groups, such as "
+            f"model.parameters(); got {type(value).__name__}"
+        )
+
+
 def several(name: str, value: Any, what: str) -> None:
     """Refuse what cannot be walked through, and a string."""
     if isinstance(value, str) or not isinstance(value, Iterable):

@@ -63,6 +63,7 @@ class LowBitOptimizer(StepBase):
         _manager.know_settings(cls)
 
     def __init__(self, params: Any, defaults: dict[str, Any], args: Any = None) -> None:
+        _checks.parameters(params)
         _bitsandbytes_arguments.replace_by_args(defaults, args)
         defaults = {**COMMON_DEFAULTS, **plain(defaults)}
         own = {key: defaults.get(key) for key in WIDTH_AND_FORMAT}

@@ -109,6 +109,7 @@ def test_a_learning_rate_without_a_value():
     ("call", "named"),
     [
         (lambda o: lowbit_optim.engine_for("cpu"), "tensor must be a torch.Tensor; got str"),
+        (lambda o: type(o)(torch.nn.Linear(2, 2)), r"model.parameters\(\); got Linear"),
         (lambda o: o.step_parameter(5), "a parameter must be a tensor; got 5"),
         (lambda o: lowbit_optim.load_master_weights(o, 5), "weights must be tensors"),
         (lambda o: lowbit_optim.Eden(o, 5, 5).load_state_dict(5), "state_dict of Eden must be"),
