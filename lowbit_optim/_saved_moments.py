@@ -80,6 +80,14 @@ def keys_of_present(saved: Mapping[str, Any], moments: Moments, format: Format) 
     return keys_of(there, format)
 
 
+def _first_missing(saved: Mapping[str, Any], moments: Moments) -> str:
+    """The first key that saved state lacks of the format of which it has the largest share."""
+    possible = [format for format in FORMATS.values() if format.refusal(moments) is None]
+    keys_of_each = [[part.key for part in parts_of(moments, format)] for format in possible]
+    likeliest = max(keys_of_each, key=lambda keys: sum(key in saved for key in keys) / len(keys))
+    return next(key for key in likeliest if key not in saved)
+
+
 def saved_units(saved: Mapping[str, Any], moments: Moments) -> tuple[Unit, ...]:
     """The units of these moments in saved state: in one format, or each in one of its own.
 
@@ -91,7 +99,7 @@ def saved_units(saved: Mapping[str, Any], moments: Moments) -> tuple[Unit, ...]:
     if None in each:  # formats may keep moments in tensors that tell none of them apart
         whole = _format_of(saved, moments)
         if whole is None:
-            raise missing(moments[each.index(None)].key, saved)
+            raise missing(_first_missing(saved, moments), saved)
         return units(moments, whole)
     of_format: dict[Format, list[Moment]] = {}
     for moment, format in zip(moments, each, strict=True):
@@ -102,6 +110,7 @@ def saved_units(saved: Mapping[str, Any], moments: Moments) -> tuple[Unit, ...]:
         beside = keys - {moment.key for moment in some}
         for moment in some:
             if format.relative and moment.partner in beside:
+                _require_numbers(moment.partner, saved[moment.partner])
                 raise ValueError(
                     f"{moment.key!r} has codes of {format.name!r}, which are relative to those of "
                     f"{moment.partner!r}, and this is stored otherwise; give both as numbers"
@@ -132,11 +141,8 @@ def check_stored(saved: Mapping[str, Any], p: Tensor, unit: Unit) -> None:
             require_shape(part.key, value, wanted, needed)
         else:
             require_shape(repr(part.key), value, wanted)
-        if part.dtype is None and not (value.is_floating_point() or value.is_complex()):
-            raise ValueError(
-                f"{part.key!r} is {value.dtype} and its scales {_scales_of(part.key)} are missing; "
-                f"state formats that are known here: {', '.join(FORMATS)}"
-            )
+        if part.dtype is None:
+            _require_numbers(part.key, value)
         coded = part.dtype is not None and not part.per_block
         if coded and value.dtype in REAL:
             scales = ", ".join(other.key for other in unit.parts if other.per_block)
@@ -146,6 +152,15 @@ def check_stored(saved: Mapping[str, Any], p: Tensor, unit: Unit) -> None:
                 "load_state_dict keeps them and torch.optim.Optimizer's does not"
             )
         require_dense(part.key, value, (part.dtype,) if coded else REAL)
+
+
+def _require_numbers(key: str, value: Any) -> None:
+    """Refuse codes without their scales."""
+    if isinstance(value, Tensor) and not (value.is_floating_point() or value.is_complex()):
+        raise ValueError(
+            f"{key!r} is {value.dtype} and its scales {_scales_of(key)} are missing; state formats "
+            f"that are known here: {', '.join(FORMATS)}"
+        )
 
 
 def _scales_of(key: str) -> str:

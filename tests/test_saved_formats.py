@@ -99,6 +99,16 @@ def test_an_optimizer_that_has_stepped_takes_the_saved_format(saved, wanted, mod
     assert identical(loads.state_dict()["state"], plain.state_dict()["state"])
 
 
+@pytest.mark.parametrize("saved", CODED)
+def test_a_key_that_is_missing_is_named(saved, model):
+    state_dict = trained("AdamW", model, state_format=saved).state_dict()
+    for key in [key for key in state_dict["state"][0] if key != "step"]:
+        damaged = copy.deepcopy(state_dict)
+        del damaged["state"][0][key]
+        with pytest.raises(ValueError, match=rf"parameter 0 .*\b{key}\b"):
+            build("AdamW", model, state_format=saved).load_state_dict(damaged)
+
+
 @pytest.mark.parametrize("wanted", CODED)
 def test_a_whole_state_dict_of_torch_is_refused(wanted, model):
     """Whose group says nothing, so that torch leaves in it what the optimizer at hand has."""
