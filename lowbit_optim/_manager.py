@@ -10,7 +10,8 @@ from collections.abc import Callable, Hashable, Iterable, Mapping
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn.utils import parametrize
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from . import _checks
@@ -174,7 +175,10 @@ class GlobalOptimManager:
         """Override settings of a module's parameter, found by its name when it is first stepped.
 
         Other than `override_config` this also holds when the module gets another parameter of that
-        name before training starts, as `torch.distributed.fsdp.fully_shard` does.
+        name before training starts, as `torch.distributed.fsdp.fully_shard` does. Of a parametrized
+        weight it holds for the parameters that it is made of. A tensor that is no parameter, such
+        as a buffer, is accepted as in bitsandbytes, and nothing is overridden: the Trainer of
+        transformers registers the weight of every embedding without a look at it.
 
         Args:
             module: a module that has the parameter.
@@ -186,7 +190,7 @@ class GlobalOptimManager:
                 optimizer has, or for a value that is not allowed. Nothing has been overridden then.
         """
         _checks.module("module", module)
-        if _parameter_of(module, param_name) is None:
+        if _parameters_of(module, param_name) is None:
             has = ", ".join(name for name, _ in module.named_parameters()) or "none"
             raise ValueError(
                 f"{type(module).__name__} has no parameter {param_name!r}; its parameters: {has}"
@@ -206,8 +210,7 @@ class GlobalOptimManager:
         self._modules = [entry for entry in self._modules if entry[1]() is not None]
         of_modules: dict[Tensor, list[tuple[int, dict[str, Any]]]] = {}
         for version, module, name, config in self._modules:
-            p = _parameter_of(module(), name)
-            if p is not None:
+            for p in _parameters_of(module(), name) or ():
                 of_modules.setdefault(p, []).append((version, config))
 
         def find(p: Tensor) -> dict[str, Any]:
@@ -233,11 +236,23 @@ def _require_tensor(value: Any, name: str) -> None:
         raise TypeError(f"{name} must be tensors; got {type(value).__name__}")
 
 
-def _parameter_of(module: torch.nn.Module | None, name: str) -> Tensor | None:
+def _parameters_of(module: nn.Module | None, name: str) -> list[Tensor] | None:
+    """The parameters behind a name, none of a tensor that is no parameter; None without either."""
+    if module is None:
+        return None
+    path, _, own = name.rpartition(".")
     try:
-        return None if module is None else module.get_parameter(name)
+        owner = module.get_submodule(path)
+        # Not asked for its value, which would be computed, and spectral_norm change by it.
+        if parametrize.is_parametrized(owner, own):
+            made_of = owner.get_submodule(f"parametrizations.{own}")
+            return list(made_of.parameters(recurse=False))
+        value = getattr(owner, own)
     except AttributeError:  # torch's way to say that there is none
         return None
+    if isinstance(value, nn.Parameter):
+        return [value]
+    return [] if isinstance(value, Tensor) else None
 
 
 class Overrides:

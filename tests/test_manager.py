@@ -376,6 +376,40 @@ def test_a_module_without_the_parameter(manager):
     assert not manager._modules
 
 
+@pytest.mark.parametrize("dotted", [False, True])
+def test_an_override_of_a_parametrized_weight_is_of_what_it_is_made_of(manager, dotted):
+    model = two_layers()
+    torch.nn.utils.parametrizations.weight_norm(model[0])
+    torch.nn.utils.parametrizations.spectral_norm(model[1])
+    vector = model[1].parametrizations.weight[0]._u.clone()
+    for i in range(2):
+        where = (model, f"{i}.weight") if dotted else (model[i], "weight")
+        manager.register_module_override(*where, {"optim_bits": 32})
+    optimizer = train(lowbit_optim.AdamW8bit(model.parameters(), min_8bit_size=1), 1)
+    for name, p in model.named_parameters():
+        assert bits_of(optimizer, p) == (8 if name.endswith("bias") else 32), name
+    # The weight has not been computed, which changes what the norm is estimated from.
+    assert torch.equal(model[1].parametrizations.weight[0]._u, vector)
+
+
+def test_an_override_of_a_tensor_that_is_no_parameter_is_of_nothing(manager):
+    """As in bitsandbytes: the Trainer overrides the weight of every embedding, whatever it is."""
+    frozen, normed = torch.nn.Embedding(20, 15), torch.nn.Embedding(20, 15)
+    weight = frozen.weight.detach()
+    del frozen.weight
+    frozen.register_buffer("weight", weight)
+    with pytest.warns(FutureWarning, match="deprecated"):
+        torch.nn.utils.weight_norm(normed)
+    for module in (frozen, normed):
+        manager.register_module_override(module, "weight", {"optim_bits": 32})
+    optimizer = train(lowbit_optim.AdamW8bit(normed.parameters(), min_8bit_size=1), 1)
+    assert {bits_of(optimizer, p) for p in normed.parameters()} == {8}
+    del frozen.weight
+    frozen.weight = torch.nn.Parameter(weight)  # from here on it is one, and found
+    optimizer = train(lowbit_optim.AdamW8bit(frozen.parameters(), min_8bit_size=1), 1)
+    assert bits_of(optimizer, frozen.weight) == 32
+
+
 def test_arguments_of_the_wrong_kind(manager):
     (p,) = parameters(shapes=[(20,)])
     with pytest.raises(ValueError, match="either key and value, or key_value_dict"):
