@@ -1,5 +1,6 @@
 """Parameter groups that somebody else than `add_param_group` has made or changed."""
 
+import numpy as np
 import pytest
 import torch
 
@@ -118,6 +119,53 @@ def test_bits_that_are_changed_after_a_load_count_alone():
     optimizer.param_groups[0]["optim_bits"] = 32
     train(optimizer, 1)
     assert optimizer.param_groups[0]["state_format"] is None
+
+
+IN_PLACE = {
+    "a tensor": (lambda x: {"lr": torch.tensor(x)}, lambda given, x: given["lr"].fill_(x)),
+    "an array": (lambda x: {"lr": np.array(x)}, lambda given, x: given["lr"].fill(x)),
+    "a list": (lambda x: {"betas": [x, 0.5]}, lambda given, x: given["betas"].__setitem__(0, x)),
+    "a tensor in a tuple": (
+        lambda x: {"betas": (torch.tensor(x), 0.5)}, lambda given, x: given["betas"][0].fill_(x)
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("make", "change"), IN_PLACE.values(), ids=IN_PLACE)
+def test_what_is_changed_in_place_counts_in_the_next(make, change):
+    """Whoever keeps what a group was given in hand need not put it there again."""
+    found = []
+    for in_place in (True, False):
+        optimizer = lowbit_optim.AdamW8bit(parameters(), min_8bit_size=1)
+        (group,) = optimizer.param_groups
+        group.update(make(0.5))
+        for t, x in enumerate((0.5, 0.25, 0.125)):
+            change(group, x) if in_place else group.update(make(x))
+            train(optimizer, 1, first=t)
+        found.append(snapshot(optimizer)["params"])
+    assert identical(*found)
+
+
+def test_a_learning_rate_may_be_that_of_an_earlier_step_again():
+    """The very object, as where a schedule takes turns between two that it holds."""
+    high, low = 0.5, 0.125
+    found = []
+    for same in (True, False):
+        optimizer = lowbit_optim.AdamW8bit(parameters(), lr=high, min_8bit_size=1)
+        for t, x in enumerate((high, low, high, low, low, high)):
+            optimizer.param_groups[0]["lr"] = x if same else float(str(x))
+            train(optimizer, 1, first=t)
+        found.append(snapshot(optimizer)["params"])
+    assert identical(*found)
+
+
+def test_the_first_place_of_a_parameter_that_is_listed_twice_counts():
+    """As in torch's state dicts; its random bits follow from that."""
+    p, q = parameters(shapes=((3,), (4,)))
+    groups, numbers = [{"params": [p, q, p]}], ParameterNumbers()
+    assert numbers.place_of(p, groups) == (0, 0, 0)
+    groups[0]["params"].insert(0, q)
+    assert numbers.place_of(p, groups) == (1, 0, 1)
 
 
 def test_places_follow_lists_between_steps():
