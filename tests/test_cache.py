@@ -321,3 +321,28 @@ def test_code_for_another_processor_is_not_looked_for(monkeypatch):
         monkeypatch.setattr(cache, "processor", lambda name=processor: name)
         cache.c_function(module, "share")
     assert len(sought) == len(set(sought)) == 2
+
+
+def test_a_module_that_cannot_be_run_yet_is_run_again(tmp_path, monkeypatch):
+    """Else a later step would find the half of it that had been there when it failed."""
+    monkeypatch.setattr(module_cache, "cache_folder", lambda: tmp_path)
+    text = "half = True\nfrom missing_in_a_test import answer\n"
+    before = set(sys.modules)
+    for _ in range(2):
+        with pytest.raises(ImportError):
+            module_cache.import_source("test", text, ())
+    assert set(sys.modules) == before
+    monkeypatch.setitem(sys.modules, "missing_in_a_test", SimpleNamespace(answer=42))
+    module = module_cache.import_source("test", text, ())
+    assert module.answer == 42
+    del sys.modules[module.__name__]
+
+
+def test_another_python_or_another_helper_has_modules_of_its_own(tmp_path, monkeypatch):
+    monkeypatch.setattr(module_cache, "cache_folder", lambda: tmp_path)
+    names = []
+    for version, depends in (("3.11", ()), ("3.12", ()), ("3.12", ("x",)), ("3.12", ("y",))):
+        monkeypatch.setattr(sys, "version", version)
+        names.append(module_cache.import_source("test", "", depends).__name__)
+        del sys.modules[names[-1]]
+    assert len(set(names)) == 4
