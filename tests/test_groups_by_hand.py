@@ -168,6 +168,22 @@ def test_the_first_place_of_a_parameter_that_is_listed_twice_counts():
     assert numbers.place_of(p, groups) == (1, 0, 1)
 
 
+def test_the_last_change_of_bits_or_format_counts():
+    """Also after another one, and where it leads back to what the group had at first."""
+    optimizer = lowbit_optim.AdamW(parameters(), optim_bits=8, min_8bit_size=1)
+    (group,) = optimizer.param_groups
+    for change, then in (
+        ({"state_format": "ratio4"}, (4, "ratio4")),
+        ({"optim_bits": 8}, (8, None)),
+        ({"state_format": "ratio8"}, (8, "ratio8")),
+        ({"optim_bits": 32}, (32, None)),
+        ({"state_format": "ratio4"}, (4, "ratio4")),
+    ):
+        group.update(change)
+        train(optimizer, 1)
+        assert (group["optim_bits"], group["state_format"]) == then
+
+
 def test_places_follow_lists_between_steps():
     """As of parameters that are stepped one by one; what has gone is let go in the next step."""
     p, q, r = parameters(shapes=((3,), (4,), (5,)))
