@@ -224,3 +224,20 @@ def test_a_moment_in_another_order_of_memory_is_read_by_its_elements(bits):
             state["exp_avg"] = state["exp_avg"].t().contiguous().t()
         made.append(snapshot(train(optimizer, 2, first=1)))
     assert identical(*made)
+
+
+@pytest.mark.parametrize("order", ["as before", "exchanged, too"])
+def test_states_that_two_parameters_exchange_count_in_the_next_step(order):
+    """Also where each is found in the other's place among all of them."""
+    found = []
+    for thorough in (False, True):
+        optimizer = train(lowbit_optim.AdamW8bit(parameters(shapes=[(300,)] * 2)), 2)
+        state, (p, q) = optimizer.state, all_parameters(optimizer)
+        its, others = state.pop(p), state.pop(q)
+        for one, kept in ((q, its), (p, others))[:: -1 if order == "as before" else 1]:
+            state[one] = kept
+        if thorough:
+            optimizer.plans.clear()
+        found.append(snapshot(train(optimizer, 2, first=2)))
+        assert state[q] is its
+    assert identical(*found)
