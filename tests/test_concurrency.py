@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from lowbit_optim import quantize_blockwise
+from lowbit_optim_kernels.uninterrupted import uninterrupted
 from protocol import FORK, python
 
 # Optimizers of different classes and bits with tensors large enough for the pool of threads.
@@ -364,14 +365,18 @@ def test_a_job_that_is_interrupted_ends_when_its_helpers_have(run_in_pool):
     assert share.ended == 2
 
 
+def fail(error):
+    raise error
+
+
+def refuse(thread):
+    raise RuntimeError("can't start new thread")
+
+
 def test_a_thread_that_cannot_start_leaves_nothing_for_later(run_in_pool, monkeypatch):
     """Its job would be over by then, and the job's memory another's."""
     numba_threads = pytest.importorskip("lowbit_optim_kernels.engines.numba.threads")
     monkeypatch.setattr(numba_threads, "_pool", numba_threads._Pool())
-
-    def refuse(thread):
-        raise RuntimeError("can't start new thread")
-
     with monkeypatch.context() as patch:
         patch.setattr(threading.Thread, "start", refuse)
         first = Share(lambda share: None, lambda share: None)
@@ -380,3 +385,14 @@ def test_a_thread_that_cannot_start_leaves_nothing_for_later(run_in_pool, monkey
     second = Share(wait_for_two_calls, lambda share: None)
     run_in_pool(second)
     assert (first.calls, second.calls, second.ended) == (1, 2, 2)
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("start", [threading.Thread.start, refuse], ids=["a thread", "none left"])
+def test_a_call_that_is_not_interrupted_always_ends(start, monkeypatch):
+    """Whatever it raises, and wherever it runs; else who waits for it would wait for ever."""
+    monkeypatch.setattr(threading.Thread, "start", start)
+    assert uninterrupted(divmod, 7, 4) == (1, 3)
+    for error in (KeyError, SystemExit, KeyboardInterrupt):
+        with pytest.raises(error):
+            uninterrupted(fail, error)
