@@ -1,4 +1,4 @@
-"""Moments after a gradient that is not finite, in checkpoints, and such as users set."""
+"""Moments after a gradient that is not finite, in checkpoints, such as users set; and counts."""
 
 import math
 
@@ -344,3 +344,28 @@ def test_an_element_whose_square_alone_overflows_starts_again(engine, device):
         codes = state[key].cpu()
         assert codes[7] != codes[8]
         assert (codes[8:] == codes[8]).all()
+
+
+@pytest.mark.parametrize("make", [int, float, lambda x: torch.tensor(float(x)).double()])
+def test_steps_are_counted_up_to_where_fp64_has_every_number(make):
+    optimizer = train(lowbit_optim.AdamW8bit(parameters(shapes=[(300,)])), 1)
+    saved = optimizer.state_dict()
+    for count in (0, 1, 2**24, 2**53):
+        saved["state"][0]["step"] = make(count)
+        optimizer.load_state_dict(saved)
+        (p,) = all_parameters(optimizer)
+        assert int(optimizer.state[p]["step"]) == count
+    for count in (-1, 2**54):
+        saved["state"][0]["step"] = make(count)
+        with pytest.raises(ValueError, match=r"a whole number >= 0 and at most 2\*\*53"):
+            optimizer.load_state_dict(saved)
+    assert int(optimizer.state[p]["step"]) == 2**53
+
+
+@pytest.mark.parametrize("step", [2**53 + 1, 0.5, True, float("nan"), float("inf"), "3"])
+def test_what_is_no_count_of_steps_is_refused(step):
+    optimizer = train(lowbit_optim.AdamW8bit(parameters(shapes=[(300,)])), 1)
+    saved = optimizer.state_dict()
+    saved["state"][0]["step"] = step
+    with pytest.raises(ValueError, match="'step' must be a whole number"):
+        optimizer.load_state_dict(saved)
