@@ -382,3 +382,11 @@ def test_dither_decides_how_moments_are_coded(cls):
             optimizer.step()
         codes.append(torch.cat([optimizer.state[p][key].flatten() for key in MOMENTS[cls]]))
     assert not torch.equal(*codes)
+
+
+@BOTH
+def test_steps_of_a_parameter_without_elements_are_counted(cls):
+    """As torch's optimizers count them, and as of the parameters beside it."""
+    params = [torch.nn.Parameter(torch.ones(shape)) for shape in ((300,), (0, 3))]
+    optimizer = train(cls(params), 2)
+    assert [int(optimizer.state[p]["step"]) for p in params] == [2, 2]
