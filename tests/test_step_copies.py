@@ -5,6 +5,7 @@ import torch
 
 import lowbit_optim
 from lowbit_optim_kernels import reading
+from lowbit_optim_kernels.engines.registry import ENGINES
 from lowbit_optim_kernels.overlaps import memory_of, turns_of
 from protocol import ANY_GRADIENT, give_gradients, identical, parameters, snapshot, train
 
@@ -198,3 +199,24 @@ def test_the_bits_beside_bf16_parameters_that_are_negative_views(name, bits):
         train(optimizer, 1, first=2)
         results.append((kept, snapshot(optimizer)))
     assert identical(*results)
+
+
+def test_what_has_no_gradient_is_neither_copied_nor_written(engine, device):
+    """What autograd has kept of it stays good."""
+    params = [
+        torch.nn.Parameter(strided(x.detach().to(device), "channels last"))
+        for x in parameters(shapes=SHAPES[:1] * 2)
+    ]
+    optimizer = lowbit_optim.AdamW8bit(params, lr=0.01, min_8bit_size=1)
+    for t in range(3):
+        give_gradients(params, t)
+        for p in params:
+            p.grad = strided(p.grad, "channels last")
+        if t == 2:
+            params[1].grad = None
+        versions = [p._version for p in params]
+        optimizer.step()
+    (plan,) = optimizer.plans.values()
+    assert plan.reused == ENGINES[engine].takes_mixed_batches
+    assert params[0]._version > versions[0]
+    assert params[1]._version == versions[1]
