@@ -339,3 +339,26 @@ print(caught[0].message)
     message = python(script, **settings)
     assert nowhere in message
     assert "every process compiles its own" in message
+
+
+def test_a_file_that_is_not_written_to_its_end_leaves_nothing(tmp_path, monkeypatch):
+    """Whatever ends it; what was there before stays."""
+    private_folder.write_private(tmp_path / "kept", b"before")
+    for error in (OSError, KeyboardInterrupt):
+
+        def fail(*paths, error=error):
+            raise error
+
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "replace", fail)
+            with pytest.raises(error):
+                private_folder.write_private(tmp_path / "kept", b"after")
+    assert [path.name for path in tmp_path.iterdir()] == ["kept"]
+    assert private_folder.read_private(tmp_path / "kept") == b"before"
+
+
+def test_a_file_is_no_folder(tmp_path):
+    (tmp_path / "file").touch()
+    for path in (tmp_path / "file", tmp_path / "file" / "below"):
+        with pytest.raises(NotADirectoryError):
+            private_folder.private_folder(path)
