@@ -195,21 +195,35 @@ def test_the_parameters_of_one_override_are_stepped_together(manager):
     assert [len(plan.params) for plan in plans] == [3, 2, 1]
 
 
-def test_groups_that_share_memory_are_stepped_in_their_order(engine, device):
+# Of groups where their parameters of 300 elements begin, and what they set. In the second list the
+# last parameter comes after the one before it, which need not wait as the first of its group does.
+SHARED = [
+    [
+        ((0,), {"lr": 0.1}), ((100,), {"lr": 0.2, "maximize": True}), ((0,), {"lr": 0.3}),
+        ((200,), {"lr": 0.4}),
+    ],
+    [((0,), {"lr": 0.1}), ((100, 500, 600), {"lr": 0.2})],
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("shared", SHARED)
+def test_groups_that_share_memory_are_stepped_in_their_order(shared, engine, device):
     """Those of other rules between them, too; and parameters that overlap in part."""
-    flat = torch.linspace(0.5, 1.5, 600, dtype=torch.float64).float().to(device)
-    params = [torch.nn.Parameter(flat[i : i + 300]) for i in (0, 100, 0, 200)]
-    numbers = [{"lr": 0.1}, {"lr": 0.2, "maximize": True}, {"lr": 0.3}, {"lr": 0.4}]
-    groups = [{"params": [p], **own} for p, own in zip(params, numbers, strict=True)]
+    flat = torch.linspace(0.5, 1.5, 900, dtype=torch.float64).float().to(device)
+    groups = [
+        {"params": [torch.nn.Parameter(flat[i : i + 300]) for i in starts], **own}
+        for starts, own in shared
+    ]
     optimizer = lowbit_optim.SGD(groups, weight_decay=0.5)
     want = flat.clone()
     for t in range(2):
-        give_gradients(params, t)
+        give_gradients(all_parameters(optimizer), t)
         optimizer.step()
-        for p, own, i in zip(params, numbers, (0, 100, 0, 200), strict=True):
-            part = want[i : i + 300]
-            g = (-p.grad if own.get("maximize") else p.grad) + 0.5 * part
-            part -= own["lr"] * g
+        for (starts, own), group in zip(shared, groups, strict=True):
+            for i, p in zip(starts, group["params"], strict=True):
+                part = want[i : i + 300]
+                g = (-p.grad if own.get("maximize") else p.grad) + 0.5 * part
+                part -= own["lr"] * g
     torch.testing.assert_close(flat, want, rtol=1e-6, atol=1e-6)
 
 
