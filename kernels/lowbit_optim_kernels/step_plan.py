@@ -183,13 +183,10 @@ class StepPlan:
         return frozenset(k for k, slot in enumerate(batch.slots) if slot.index in of)
 
     def written(self) -> list[Tensor]:
-        """This rank's tensors of the parameters that are stepped, and the DTensors around them."""
-        wrappers = [] if self.held is self.params else self.params
-        both = [*self.held, *wrappers]
+        """The parameters that are stepped."""
         if not self.missing:
-            return both
-        count = len(self.params)
-        return [x for i, x in enumerate(both) if i % count not in self.missing]
+            return self.params
+        return [p for i, p in enumerate(self.params) if i not in self.missing]
 
     def copied(self, batch: Batch) -> dict[int, int]:
         """The places of parameters that a batch steps in copies, by those of their slots in it."""
