@@ -124,8 +124,8 @@ def module(name: str, value: Any) -> None:
 
 def parameters(value: Any) -> None:
     """Refuse a module in place of its parameters, and what cannot be walked through."""
-    is_list = isinstance(value, torch.nn.ParameterList) or not isinstance(value, torch.nn.Module)
-    if not (is_list and isinstance(value, Iterable)):
+    is_list = isinstance(value, torch.nn.ParameterList)
+    if not isinstance(value, Iterable) or (isinstance(value, torch.nn.Module) and not is_list):
         raise TypeError(
             "params must be an iterable of parameters or of parameter groups, such as "
             f"model.parameters(); got {type(value).__name__}"

@@ -9,7 +9,6 @@ import weakref
 from collections.abc import Callable, Hashable, Iterable, Mapping
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 from torch.utils.weak import WeakTensorKeyDictionary
@@ -97,7 +96,7 @@ class GlobalOptimManager:
     _instance: GlobalOptimManager | None = None
     _version: int
     _parameters: WeakTensorKeyDictionary
-    _modules: list[tuple[int, weakref.ref[torch.nn.Module], str, dict[str, Any]]]
+    _modules: list[tuple[int, weakref.ref[nn.Module], str, dict[str, Any]]]
 
     def __init__(self) -> None:
         raise RuntimeError("GlobalOptimManager is one per process: use get_instance()")
@@ -170,7 +169,7 @@ class GlobalOptimManager:
             self._parameters.setdefault(p, []).append((self._version, config))
 
     def register_module_override(
-        self, module: torch.nn.Module, param_name: str, config: Mapping[str, Any]
+        self, module: nn.Module, param_name: str, config: Mapping[str, Any]
     ) -> None:
         """Override settings of a module's parameter, found by its name when it is first stepped.
 
