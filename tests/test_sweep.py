@@ -116,14 +116,15 @@ def test_norms_are_taken_before_another_group_writes_the_same_memory(steps, monk
 
 
 @pytest.mark.parametrize("number", [1, 2, 5])
-def test_pieces_of_a_thread_that_does_not_come_back_are_done_again(number, monkeypatch):
-    """The first of each owner, of every reduction."""
+@pytest.mark.parametrize("taken", [1, threads.PIECES])
+def test_pieces_of_a_thread_that_does_not_come_back_are_done_again(number, taken, monkeypatch):
+    """The first of each owner, which may be empty, or all of them, of every reduction."""
     torch.set_num_threads(number)
     expected = trained("LANS8bit", [torch.float32])
 
     def run(job):
         tickets = running[-1].tickets
-        tickets[:, :-1, 1:, 0] = 1
+        tickets[:, :-1, 1:, 0] = taken
         original(job)
         assert (tickets[:, :-1, 1:, 1] & 1).any()
 
@@ -138,11 +139,36 @@ def test_pieces_of_a_thread_that_does_not_come_back_are_done_again(number, monke
     assert len(running) == 3
 
 
+def test_pieces_of_an_update_are_never_done_again(monkeypatch):
+    """The thread that has one writes the weights, however late it comes back."""
+    torch.set_num_threads(2)
+
+    def run(job):
+        updates = running[-1].tickets[:, -1, 1:]
+        updates[..., 0] = 1
+        original(job)
+        assert not (updates[..., 1] & 1).any()
+        done.append(bool((updates[..., 1] > 1).any()))
+
+    def sweep(self, part):
+        running.append(self)
+        whole(self, part)
+
+    running, done, original, whole = [], [], threads.Job.run, tables.Sweep.run
+    monkeypatch.setattr(tables.Sweep, "run", sweep)
+    monkeypatch.setattr(threads.Job, "run", run)
+    trained("LANS8bit", [torch.float32])
+    assert any(done)
+
+
 def test_no_thread_goes_on_before_the_norms_are_combined(monkeypatch):
-    """Which another thread may take its time for."""
+    """Which another thread may take its time for; those that wait let others have their core."""
     torch.set_num_threads(2)
     expected = trained("LANS8bit", [torch.float32])
     function, seen, whole = ctypes.CFUNCTYPE(None, ctypes.c_int64), [], tables.Sweep.run
+    let, yielding = [], ctypes.CFUNCTYPE(ctypes.c_int)(lambda: let.append(True) or 0)
+    address_of_yielding = ctypes.cast(yielding, ctypes.c_void_p).value
+    monkeypatch.setattr(threads, "let_others", lambda: address_of_yielding)
 
     def slow(row):
         combine = function(int(row[COMBINE]))
@@ -168,6 +194,7 @@ def test_no_thread_goes_on_before_the_norms_are_combined(monkeypatch):
     assert identical(trained("LANS8bit", [torch.float32]), expected)
     assert seen
     assert not any(seen)
+    assert let
 
 
 @pytest.mark.parametrize("most", [1, 100, 1000, 10**6])
