@@ -16,6 +16,8 @@ from lowbit_optim_kernels.codegen import module_cache
 from protocol import FORK, python
 
 pytest.importorskip("numba")
+from numba.core import config
+
 from lowbit_optim_kernels.engines.numba import cache
 
 KILLS = "LOWBIT_OPTIM_TEST_KILLS"  # how many processes the stress test kills
@@ -321,6 +323,17 @@ def test_code_for_another_processor_is_not_looked_for(monkeypatch):
         monkeypatch.setattr(cache, "processor", lambda name=processor: name)
         cache.c_function(module, "share")
     assert len(sought) == len(set(sought)) == 2
+
+
+def test_a_processor_is_what_numba_is_told_to_compile_for(monkeypatch):
+    """Code with instructions that another process was told to leave is not for this one."""
+    named = set()
+    for name in ("haswell", "skylake-avx512", None):
+        for features in ("+avx2", "+avx2,+avx512f", None):
+            monkeypatch.setattr(config, "CPU_NAME", name)
+            monkeypatch.setattr(config, "CPU_FEATURES", features)
+            named.add(cache.processor.__wrapped__())
+    assert len(named) == 9
 
 
 def test_a_module_that_cannot_be_run_yet_is_run_again(tmp_path, monkeypatch):
