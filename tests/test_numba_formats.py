@@ -17,6 +17,7 @@ from lowbit_optim_kernels.formats.layout import Layout
 from lowbit_optim_kernels.rules import adam
 from lowbit_optim_kernels.rules.shared import with_dither
 from lowbit_optim_kernels.weights import numba as numba_weights
+from toy_format import Toy
 
 SHAPES = [(1,), (7,), (255,), (257,), (4097,), (64, 147), (3, 300), (5, 64), (2, 3, 64)]
 LARGE = [(1000, 1000)]
@@ -192,6 +193,15 @@ def test_threads_change_nothing(case):
     for p, q, state, other in zip(params, others, states, other_states, strict=True):
         assert torch.equal(p, q)
         assert all(torch.equal(state[key], other[key]) for key in state)
+
+
+@pytest.mark.parametrize("block", [48, 512])
+def test_norms_have_every_element_once(monkeypatch, block):
+    """Whatever the blocks are that terms are added up in."""
+    monkeypatch.setitem(formats.FORMATS, "toy", Toy(block=block))
+    options = {"state_format": "toy", "trust_coefficient": 1.0}
+    (got, _), (want, _) = (run(engine, "LAMB8bit", [(3, 1000)], 1, **options) for engine in ENGINES)
+    torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-6)
 
 
 RULE = with_dither(adam.adam_rule(False, False, False), frozenset({"exp_avg", "exp_avg_sq"}))
