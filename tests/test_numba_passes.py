@@ -60,12 +60,13 @@ def test_a_format_of_two_functions_steps_as_on_torch(monkeypatch, block):
             assert x.numel() == 0 or (s[key].int() - t[key].int()).abs().max() <= 1
 
 
-def test_rows_of_whole_blocks_keep_the_random_bits_of_their_weights(monkeypatch):
+@pytest.mark.parametrize("row", [96, 124])
+def test_rows_of_small_blocks_keep_the_random_bits_of_their_weights(monkeypatch, row):
     """Which are counted in blocks of 64 that begin with every row, whatever the format's are."""
     monkeypatch.setitem(formats.FORMATS, "toy", Toy(block=32))
     stepped = []
     for engine in ENGINES:
-        p = torch.nn.Parameter(torch.ones(50, 96, dtype=torch.bfloat16))
+        p = torch.nn.Parameter(torch.ones(50, row, dtype=torch.bfloat16))
         optimizer = lowbit_optim.AdamW8bit([p], 1e-3, master_weight_bits=16, min_8bit_size=0)
         optimizer.param_groups[0]["state_format"] = "toy"
         p.grad = torch.ones_like(p)
@@ -139,6 +140,12 @@ def test_a_rule_may_call_a_function_by_another_name():
     bound = {"kept": lambda fn: fn, "minimum": min}
     exec(text, bound)
     assert bound["twice_capped_of_rule"](3.0) == 6.0
+
+
+def test_a_product_in_a_sum_is_fused_and_of_two_the_left_one():
+    sums = ["a * b + c", "a * b - c", "c + a * b", "c - a * b", "a * b + c * d"]
+    fused = ["(a, b, c)", "(a, b, -c)", "(a, b, c)", "(-a, b, c)", "(a, b, c * d)"]
+    assert [source._with_fused(one) for one in sums] == [f"fused{operands}" for operands in fused]
 
 
 LIMIT = float("inf")
