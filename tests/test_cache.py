@@ -3,6 +3,7 @@
 import errno
 import inspect
 import linecache
+import math
 import os
 import sys
 import tempfile
@@ -16,9 +17,14 @@ from lowbit_optim_kernels.codegen import module_cache
 from protocol import FORK, python
 
 pytest.importorskip("numba")
+import llvmlite
+import numba
+import numpy as np
 from numba.core import config
+from numba.core.compiler_lock import global_compiler_lock
 
-from lowbit_optim_kernels.engines.numba import cache
+from lowbit_optim_kernels.engines.numba import cache, modules
+from lowbit_optim_kernels.engines.numba.memory import read_f64, write_f64
 
 KILLS = "LOWBIT_OPTIM_TEST_KILLS"  # how many processes the stress test kills
 
@@ -124,6 +130,19 @@ print(json.dumps([len(set(heads)), out.tolist()]))
     symbols, answers = steps(script, **{VARIABLE: str(tmp_path)})
     assert symbols == 1
     assert answers == [1.0, 2.0]
+
+
+def test_what_code_needs_of_its_process_is_kept_with_it(monkeypatch):
+    """As that of a format of one's own may; a later process may not have it."""
+    kept = []
+    monkeypatch.setattr(module_cache, "store", lambda key, data: kept.append(data))
+
+    def fraction(job):
+        write_f64(job, math.frexp(read_f64(job))[0])
+
+    with global_compiler_lock:
+        cache._compiled(fraction, "key")
+    assert b"numba_frexp" in kept[0].partition(b"\0")[0].split()
 
 
 @pytest.mark.slow
@@ -323,6 +342,15 @@ def test_code_for_another_processor_is_not_looked_for(monkeypatch):
         monkeypatch.setattr(cache, "processor", lambda name=processor: name)
         cache.c_function(module, "share")
     assert len(sought) == len(set(sought)) == 2
+
+
+def test_code_of_another_compiler_is_not_looked_for(monkeypatch):
+    named = {modules.depends.__wrapped__()}
+    for package in (numba, llvmlite, np):
+        with monkeypatch.context() as patch:
+            patch.setattr(package, "__version__", "another")
+            named.add(modules.depends.__wrapped__())
+    assert len(named) == 4
 
 
 def test_a_processor_is_what_numba_is_told_to_compile_for(monkeypatch):
