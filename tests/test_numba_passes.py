@@ -127,11 +127,14 @@ def test_a_rules_numbers_may_be_infinite():
     assert bound["limited_of_rule"](3.0) == 3.0
 
 
-def test_a_rules_numbers_have_names_of_their_own():
+def test_a_rules_numbers_and_functions_have_names_of_their_own():
     """Where functions of two modules meet, one would be computed with the other's number."""
     elsewhere = types.FunctionType(limited.__code__, {"LIMIT": 1.0}, "elsewhere")
     with pytest.raises(ValueError, match="a rule has two numbers 'LIMIT'; rename one of them"):
         functions_source([limited, elsewhere], "@kept")
+    again = types.FunctionType(limited.__code__, {"LIMIT": LIMIT}, "limited")
+    with pytest.raises(ValueError, match="a rule has two functions 'limited'; rename one of them"):
+        functions_source([limited, again], "@kept")
 
 
 def test_a_rule_may_call_a_function_by_another_name():
