@@ -1,5 +1,7 @@
 """A CUDA graph of a step, without CUDA: what a step gives a device is noted and given again."""
 
+import gc
+import weakref
 from contextlib import contextmanager, nullcontext
 
 import pytest
@@ -168,6 +170,20 @@ def test_replays_and_steps_in_between_do_not_disturb_each_other():
                 graphs.append(new)
             assert_same(one, other)
         assert [graph.sent for graph in graphs[:2]] == [2, 2], "addresses and numbers"
+
+
+def test_memory_that_replays_read_is_kept_when_the_plan_is_dropped():
+    """As that from which they send addresses and numbers."""
+    with lowbit_optim.use_engine("triton"):
+        optimizer = begun(ADAMW, 0.1)
+        (plan,) = plans_of(optimizer)
+        memory = [weakref.ref(x) for x in plan.spare[-1]]
+        with captured(optimizer):
+            optimizer.step()
+    del plan
+    optimizer.plans.clear()
+    gc.collect()
+    assert all(x() is not None for x in memory)
 
 
 def test_a_third_capture_in_a_row_asks_for_a_step():

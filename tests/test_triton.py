@@ -221,9 +221,10 @@ def test_a_group_of_many_kinds_steps_each_tensor_as_alone(variant, launches):
 
 
 def test_sums_of_many_tiles_are_added_in_chunks(monkeypatch):
-    """What a tensor of more than 4 million elements does, at 2 tiles a chunk."""
+    """What a tensor of more than 4 million elements does, at 2 tiles a chunk, wherever it is."""
     monkeypatch.setattr(engine_triton, "ADDED", 2)
-    shapes = [(kinds.TILE * 3 + 100,), (300,)]
+    monkeypatch.setattr(engine_triton, "CHUNKS_AT_ONCE", 2)
+    shapes = [(300,), (kinds.TILE * 5 + 100,), (3,)]
     got = walk("triton", "LARS-trust", 32, shapes)
     assert_same(got, walk("torch", "LARS-trust", 32, shapes), 1e-6)
 

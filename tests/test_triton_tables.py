@@ -1,0 +1,113 @@
+"""What the Triton engine sends to a device, and how many programs it launches, by its interpreter.
+
+On a machine with a GPU the same tests run compiled.
+"""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+import lowbit_optim
+from protocol import NEEDS_TRITON
+
+pytest.importorskip("triton", minversion="3.4", reason=NEEDS_TRITON)
+
+from lowbit_optim_kernels.engines.triton import grid
+from lowbit_optim_kernels.engines.triton import tables as engine_tables
+from lowbit_optim_kernels.engines.triton.compiled import Compiled
+from lowbit_optim_kernels.formats.dynamic8 import DYNAMIC8
+
+pytestmark = pytest.mark.gpu  # `make gpu-check` runs these tests too
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def parameters(count=2):
+    params = [torch.nn.Parameter(torch.ones(3, device=DEVICE)) for _ in range(count)]
+    for i, p in enumerate(params):
+        p.grad = torch.full_like(p, float(1 + i))
+    return params
+
+
+def test_every_tensor_of_many_is_prepared():
+    """Of the last ones a program takes fewer than it could."""
+    params = parameters(engine_tables.LANES + 2)
+    with lowbit_optim.use_engine("triton"):
+        lowbit_optim.SGD32bit(params, lr=0.5).step()
+    for i, p in enumerate(params):
+        assert (p == 1.0 - 0.5 * (1 + i)).all(), i
+
+
+def test_only_what_has_changed_is_sent(monkeypatch):
+    """Each copy to a device takes the host about as long as a launch."""
+    sent, send = [], engine_tables._send
+
+    def noted(tables, which, *given):
+        sent.append(("addresses", "hyperparameters")[which])
+        send(tables, which, *given)
+
+    monkeypatch.setattr(engine_tables, "_send", noted)
+    params = parameters()
+    optimizer, kept = lowbit_optim.SGD32bit(params, lr=0.5), []
+
+    def sent_in_a_step():
+        sent.clear()
+        optimizer.step()
+        return list(sent)
+
+    with lowbit_optim.use_engine("triton"):
+        assert sent_in_a_step() == ["addresses", "hyperparameters"]
+        optimizer.step()  # from here on the tables are used again
+        assert sent_in_a_step() == []
+        optimizer.param_groups[0]["lr"] = 0.25
+        assert sent_in_a_step() == ["hyperparameters"]
+        kept.append(params[1].grad)  # so that the new one is elsewhere
+        params[1].grad = kept[0].clone()
+        assert sent_in_a_step() == ["addresses"]
+        assert sent_in_a_step() == []
+
+
+def test_an_address_of_a_copy_is_that_of_its_step():
+    """Later ones may step the parameter where it is."""
+    address = torch.zeros(2, 2, dtype=torch.int64)
+    tables = SimpleNamespace(rows=None, sent=None, address=address)
+    batch = SimpleNamespace(
+        addresses=[[16, 32], [48, 64]], reused=True, gradient_addresses=[32, 64]
+    )
+    for copies, want in (({1: 96}, [[16, 32], [96, 64]]), ({}, [[16, 32], [48, 64]])):
+        batch.copy_addresses = copies
+        engine_tables._send_addresses(tables, batch)
+        assert address.tolist() == want
+
+
+@pytest.mark.parametrize("found_inf", [None, 0.0])
+@pytest.mark.parametrize("scale", [None, 4.0])
+def test_what_a_scaler_gives_is_launched_by_the_binder(scale, found_inf, monkeypatch):
+    """Which looks at where it lies and at its dtype; without it, later steps need no binder."""
+    keys, launch = {}, Compiled.launch
+
+    def noted(self, key, kernel, *given):
+        keys[kernel.__name__] = key
+        launch(self, key, kernel, *given)
+
+    monkeypatch.setattr(Compiled, "launch", noted)
+    optimizer = lowbit_optim.SGD32bit(parameters(), lr=0.5)
+    optimizer.grad_scale, optimizer.found_inf = (
+        None if x is None else torch.tensor(x, device=DEVICE) for x in (scale, found_inf)
+    )
+    with lowbit_optim.use_engine("triton"):
+        optimizer.step()
+    assert (keys["begin"] is not None) == (scale is None and found_inf is None)
+    assert keys["update"] is not None
+
+
+@pytest.mark.parametrize("far", [False, True])
+@pytest.mark.parametrize("which", ["blocks_before", "weights_before"])
+def test_a_shard_is_far_by_where_it_begins(which, far):
+    """Its last block decides, of its moments or of the random bits of its weights."""
+    slot = SimpleNamespace(rows=1, row=1024, format=DYNAMIC8, blocks_before=0, weights_before=0)
+    size = {"blocks_before": DYNAMIC8.block, "weights_before": engine_tables.WEIGHT_BLOCK}[which]
+    first = grid.FAR - slot.row // size + far
+    setattr(slot, which, first if which == "blocks_before" else first * size)
+    assert grid._is_far(slot) == far
