@@ -188,3 +188,18 @@ def test_master_weights_of_bits_that_wait_elsewhere():
     optimizer, _ = with_waiting_state(lowbit_optim.AdamW8bit, master_weight_bits=24)
     (weight,) = dict(lowbit_optim.master_weights(optimizer)).values()
     assert (weight.dtype, weight.device.type) == (torch.float32, "meta")
+
+
+@pytest.mark.parametrize("capability", [(7, 5), (8, 0), (9, 0)])
+def test_machine_instructions_are_for_gpus_since_ampere(capability, monkeypatch):
+    """Those of a T4 lack one of them: no kernel would compile."""
+    pytest.importorskip("triton", minversion="3.4")
+    from lowbit_optim_kernels.engines.triton import engine
+
+    monkeypatch.setattr(engine, "INTERPRETED", SimpleNamespace(value=False))
+    monkeypatch.setattr(torch.version, "hip", None)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    assert engine.takes_ptx(torch.device("cuda")) == (capability >= (8, 0))
+    assert not engine.takes_ptx(XPU)
+    monkeypatch.setattr(torch.version, "hip", "6.4")
+    assert not engine.takes_ptx(torch.device("cuda"))

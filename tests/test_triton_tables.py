@@ -1,4 +1,4 @@
-"""What the Triton engine sends to a device, and how many programs it launches, by its interpreter.
+"""What the Triton engine sends to a device, and which programs it launches, by its interpreter.
 
 On a machine with a GPU the same tests run compiled.
 """
@@ -13,10 +13,11 @@ from protocol import NEEDS_TRITON
 
 pytest.importorskip("triton", minversion="3.4", reason=NEEDS_TRITON)
 
-from lowbit_optim_kernels.engines.triton import grid
+from lowbit_optim_kernels.engines.triton import grid, kinds
 from lowbit_optim_kernels.engines.triton import tables as engine_tables
 from lowbit_optim_kernels.engines.triton.compiled import Compiled
 from lowbit_optim_kernels.formats.dynamic8 import DYNAMIC8
+from lowbit_optim_kernels.weights import PLAIN
 
 pytestmark = pytest.mark.gpu  # `make gpu-check` runs these tests too
 
@@ -111,3 +112,34 @@ def test_a_shard_is_far_by_where_it_begins(which, far):
     first = grid.FAR - slot.row // size + far
     setattr(slot, which, first if which == "blocks_before" else first * size)
     assert grid._is_far(slot) == far
+
+
+@pytest.mark.parametrize("row", [96, 256, 260, 301, 512, 600])
+@pytest.mark.parametrize("rows", [1, 2, 9, 64, 65])
+def test_a_tensors_tiles_have_all_its_blocks(rows, row):
+    """Neighbours and full ones, then short ones, and no tile more than they need."""
+    x = torch.zeros(0)
+    slot = SimpleNamespace(
+        rows=rows, row=row, p=x, g=x, format=DYNAMIC8, weights=PLAIN, shifted=False,
+        blocks_before=0, weights_before=0,
+    )  # fmt: skip
+    full, rest = divmod(row, DYNAMIC8.block)
+    wanted = {kinds.LINE: full + (rest > 0)} if rows == 1 else {kinds.FULL: rows * full}
+    if rest and rows > 1:
+        wanted[kinds.SHORT] = rows
+    found, tiles = dict.fromkeys(wanted, 0), 0
+    for kind, tile, count, block, *_ in grid._tile_ranges(slot, row, rows, True):
+        assert tile == tiles, "numbered one after the other"
+        assert block == found[kind.blocks]
+        tiles += count
+        found[kind.blocks] += count * kind.in_tile
+        beyond = found[kind.blocks] - wanted[kind.blocks]
+        assert beyond < (1 if kind.whole else kind.in_tile)
+    assert all(found[blocks] >= count for blocks, count in wanted.items())
+
+
+@pytest.mark.parametrize("g", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("p", [torch.float32, torch.bfloat16], ids=str)
+def test_a_thread_reads_16_bytes_of_the_wider_one(p, g):
+    _, bare = kinds._lengths(kinds.Kind(p, g, DYNAMIC8, True, kinds.ALIGNED))
+    assert bare == 16 // max(p.itemsize, g.itemsize)
