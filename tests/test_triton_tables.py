@@ -17,6 +17,7 @@ from lowbit_optim_kernels.engines.triton import grid, kinds
 from lowbit_optim_kernels.engines.triton import tables as engine_tables
 from lowbit_optim_kernels.engines.triton.compiled import Compiled
 from lowbit_optim_kernels.formats.dynamic8 import DYNAMIC8
+from lowbit_optim_kernels.formats.ratio import RATIO8
 from lowbit_optim_kernels.weights import PLAIN
 
 pytestmark = pytest.mark.gpu  # `make gpu-check` runs these tests too
@@ -82,6 +83,19 @@ def test_an_address_of_a_copy_is_that_of_its_step():
         assert address.tolist() == want
 
 
+def test_a_stream_waits_once_for_the_one_before(monkeypatch):
+    """And memory of tables is not given away while it may still read them."""
+    table, recorded, waited = torch.zeros(2), [], []
+    monkeypatch.setattr(torch.Tensor, "record_stream", lambda *given: recorded.append(given))
+    tables = SimpleNamespace(stream="the first", tiles=1, address=table)
+    stream = SimpleNamespace(wait_stream=waited.append)
+    for _ in range(2):
+        engine_tables._follow_stream(tables, stream)
+    assert waited == ["the first"]
+    assert recorded == [(table, stream)]
+    assert tables.stream is stream
+
+
 @pytest.mark.parametrize("found_inf", [None, 0.0])
 @pytest.mark.parametrize("scale", [None, 4.0])
 def test_what_a_scaler_gives_is_launched_by_the_binder(scale, found_inf, monkeypatch):
@@ -143,3 +157,14 @@ def test_a_tensors_tiles_have_all_its_blocks(rows, row):
 def test_a_thread_reads_16_bytes_of_the_wider_one(p, g):
     _, bare = kinds._lengths(kinds.Kind(p, g, DYNAMIC8, True, kinds.ALIGNED))
     assert bare == 16 // max(p.itemsize, g.itemsize)
+
+
+def test_caches_are_told_of_16_bit_weights_alone():
+    """Steps in fp32 take longer so; and only spans know which tiles come after their own."""
+    for dtype in (torch.float32, torch.bfloat16):
+        kind = kinds.Kind(dtype, dtype, DYNAMIC8, True, kinds.ALIGNED)
+        narrow = dtype == torch.bfloat16
+        assert kinds._once(kind) == narrow
+        for spanned in (False, True):
+            asking = kind._replace(format=RATIO8, spanned=spanned)
+            assert (kinds._ahead(asking) > 0) == (narrow and spanned)
