@@ -256,3 +256,35 @@ def test_ranks_ask_each_other_mesh_by_mesh_in_one_order():
     """Whatever the seed of Python's hashes, which each process has its own of."""
     (order,) = {python(MESHES, PYTHONHASHSEED=seed) for seed in "12"}
     assert order == "['a', 'b', 'c', 'd']"
+
+
+@pytest.fixture
+def mesh():
+    """Of one rank, which waits for no other."""
+    fake = pytest.importorskip("torch.testing._internal.distributed.fake_pg")
+    torch.distributed.init_process_group("fake", store=fake.FakeStore(), rank=0, world_size=1)
+    try:
+        yield init_device_mesh("cpu", (1,))
+    finally:
+        torch.distributed.destroy_process_group()
+
+
+def test_the_engine_of_a_dtensor_is_that_of_its_shard(mesh):
+    whole = torch.ones(6, 5)
+    spread = DTensor.from_local(whole, mesh, [Shard(0)], run_check=False)
+    assert lowbit_optim.engine_for(spread) == lowbit_optim.engine_for(whole)
+
+
+@pytest.mark.parametrize("bits", [24, 32])
+def test_bits_beside_weights_are_read_as_integers_in_every_step(bits, mesh):
+    """Of a DTensor 16 of them are kept as a bf16 number's, in a plan that is used again, too."""
+    ends = []
+    for spread in (lambda x: x, lambda x: DTensor.from_local(x, mesh, [Shard(0)])):
+        params = [torch.nn.Parameter(spread(torch.linspace(-1, 1, 300).bfloat16()))]
+        with lowbit_optim.use_engine("torch"):
+            optimizer = lowbit_optim.AdamW8bit(params, lr=0.01, master_weight_bits=bits)
+            for t in range(4):
+                params[0].grad = spread(torch.linspace(-1, 1 + t, 300).bfloat16())
+                optimizer.step()
+        ends.append(sharded.everything(params, optimizer))
+    assert identical(*ends)
