@@ -47,6 +47,16 @@ def test_triton_refuses_a_gpu_without_fp64(xpu, wide):
     assert wide or "fp64, which this GPU lacks" in choice.reason
 
 
+@pytest.mark.parametrize("kind", ["cuda", "xpu"])
+def test_the_stream_that_runs_what_a_device_is_given_is_its_own(kind, monkeypatch):
+    """Not that of another device of its type, which is the current one."""
+    module = torch.get_device_module(kind)
+    monkeypatch.setattr(module, "current_stream", lambda device=None: ("stream", device))
+    second = torch.device(kind, 1)
+    assert devices.current_stream(second) == ("stream", second)
+    assert devices.current_stream(torch.device("cpu")) is None
+
+
 class Operators(TorchDispatchMode):
     """Notes the operators that give fp64 on a device."""
 
