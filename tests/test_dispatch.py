@@ -9,6 +9,7 @@ from importlib.machinery import PathFinder
 
 import pytest
 import torch
+from torch.testing._internal.two_tensor import TwoTensor
 
 import lowbit_optim
 from lowbit_optim import EngineChoice, engine_for, use_engine
@@ -178,6 +179,18 @@ def test_what_is_installed_but_does_not_import_is_a_reason(tmp_path, engine, pac
         assert text in message
 
 
+@pytest.mark.parametrize("error", [AttributeError, RuntimeError, TypeError, ValueError])
+def test_what_is_built_for_another_library_is_a_reason(monkeypatch, error):
+    """Such as NumPy, whose changes show in many ways."""
+
+    def fail(*call):
+        raise error("of a test")
+
+    monkeypatch.setattr(engines, "uninterrupted", fail)
+    reason = f"numba is installed but does not import: {error.__name__}: of a test"
+    assert engines._broken.__wrapped__("numba") == engines.Refusal(reason, warn=True)
+
+
 @pytest.mark.parametrize("chosen", [engines.NUMBA, engines.TRITON], ids=lambda one: one.name)
 def test_a_folder_of_a_compilers_name_is_no_compiler(tmp_path, monkeypatch, chosen):
     """Such as a checkout of its sources next to a program."""
@@ -191,6 +204,33 @@ def test_a_folder_of_a_compilers_name_is_no_compiler(tmp_path, monkeypatch, chos
         patch.setattr(engines, "_installed", engines._installed.__wrapped__)
         refusal = chosen.refusal(torch.device(next(iter(chosen.devices))), torch.float32)
     assert refusal == engines.Refusal(f"{chosen.requires} is not installed", warn=True)
+
+
+@pytest.mark.parametrize("chosen", [engines.NUMBA, engines.TRITON], ids=lambda one: one.name)
+def test_nothing_is_compiled_without_sources(monkeypatch, chosen):
+    pytest.importorskip(chosen.requires)
+    missing = engines.Refusal("a test has no sources", warn=True)
+    monkeypatch.setattr(engines, "_without_sources", lambda: missing)
+    device = torch.device(next(iter(chosen.devices)))
+    assert chosen.refusal(device, torch.float32) == missing
+
+
+@pytest.mark.parametrize("stub", [None, types.ModuleType("numba")], ids=["None", "a stub"])
+def test_what_a_program_puts_in_the_place_of_a_compiler_is_none(monkeypatch, stub):
+    """So that others import what they would not use."""
+    monkeypatch.setitem(sys.modules, "numba", stub)
+    monkeypatch.setattr(engines, "_installed", engines._installed.__wrapped__)
+    refusal = engines.NUMBA.refusal(torch.device("cpu"), torch.float32)
+    assert refusal == engines.Refusal("numba is not installed", warn=True)
+
+
+def test_what_wraps_tensors_is_run_by_the_torch_engine_alone():
+    """Whoever asks for it."""
+    cpu = torch.device("cpu")
+    for asked in ("auto", "torch"):
+        assert dispatch.choose(asked, "", cpu, torch.float32, TwoTensor).name == "torch"
+    with pytest.raises(RuntimeError, match=r"'numba', but .* and a TwoTensor has none"):
+        dispatch.choose("numba", "", cpu, torch.float32, TwoTensor)
 
 
 def test_instructions_that_numba_is_told_to_leave_are_left():
@@ -328,8 +368,9 @@ def test_a_triton_that_cannot_compile_the_kernels_is_not_asked_to(monkeypatch):
     triton = pytest.importorskip("triton")
     cuda = torch.device("cuda")
     monkeypatch.setenv("TRITON_INTERPRET", "0")
-    monkeypatch.setattr(triton, "__version__", "3.4.0")
-    assert engines.TRITON.refusal(cuda, torch.float32) is None
+    for found in ("3.4.0", "3.10.0", "4.0.0+git1"):
+        monkeypatch.setattr(triton, "__version__", found)
+        assert engines.TRITON.refusal(cuda, torch.float32) is None
     monkeypatch.setattr(triton, "__version__", "3.3.1")
     refusal = engines.TRITON.refusal(cuda, torch.float32)
     assert "3.4" in refusal.reason
@@ -344,7 +385,8 @@ def test_a_triton_that_cannot_compile_the_kernels_is_not_asked_to(monkeypatch):
 @pytest.mark.parametrize("device", ["cuda", "xpu"])
 def test_tritons_interpreter_is_not_given_a_devices_addresses(monkeypatch, device):
     pytest.importorskip("triton")
-    monkeypatch.setenv("TRITON_INTERPRET", "1")
-    refusal = engines.TRITON.refusal(torch.device(device), torch.float32)
-    assert refusal.reason.startswith("TRITON_INTERPRET is set")
-    assert refusal.warn
+    for value in ("1", "True", "on", "YES"):
+        monkeypatch.setenv("TRITON_INTERPRET", value)
+        refusal = engines.TRITON.refusal(torch.device(device), torch.float32)
+        assert refusal.reason.startswith("TRITON_INTERPRET is set")
+        assert refusal.warn
