@@ -9,6 +9,7 @@ import torch
 import cases
 import lowbit_optim
 import reference
+from lowbit_optim_kernels.formats.dynamic8 import DYNAMIC8
 
 SIZE, LR = 4096, 1e-3
 STEPS = {"torch": 80, "numba": 1000, "triton": 8}  # a step of the others takes longer
@@ -135,6 +136,14 @@ def test_state_of_either_form_continues_in_either(source, bits, options, noise):
     longest = walk(loaded, q, grads[40:])
     assert longest < 1.2 * max(before, walk(straight, exact, grads[40:]))
     assert cases.distance(q, exact) < (0.5 if "before" in source else 0.1)
+
+
+def test_the_lowest_and_the_highest_code_have_a_neighbour_on_one_side():
+    """On the other is no number that is far away: what was rounded to them is known as well."""
+    codes, scales = torch.tensor([0, 1, 254, 255], dtype=torch.uint8), torch.ones(1)
+    (lower, *kept), (higher, *also) = DYNAMIC8.neighbours([codes, scales])
+    assert (lower.tolist(), higher.tolist()) == ([0, 0, 253, 254], [1, 2, 255, 255])
+    assert kept[0] is also[0] is scales
 
 
 @OPTIONS
