@@ -9,6 +9,7 @@ from lowbit_optim_kernels import weights
 from lowbit_optim_kernels.batch import WEIGHT_BLOCK, Batch, Slot
 from lowbit_optim_kernels.engines.registry import ENGINES
 from lowbit_optim_kernels.formats.float32 import FLOAT32
+from lowbit_optim_kernels.formats.layout import Layout
 from lowbit_optim_kernels.rules import adam
 
 RULE = adam.adam_rule(False, False, False)
@@ -55,3 +56,10 @@ def assert_whole(engine, device, origin, bits):
 @pytest.mark.parametrize("origin", ORIGINS)
 def test_pieces_of_a_vector_are_stepped_as_in_the_whole(engine, device, origin, bits):
     assert_whole(engine, device, origin, bits)
+
+
+def test_a_shard_begins_at_its_element_unless_rows_have_blocks_of_their_own():
+    """Of a matrix with shorter rows, too."""
+    for shape in ((2603,), (300, 63)):
+        assert Layout.of(shape, WEIGHT_BLOCK).positions_before(261) == 261
+    assert Layout.of((300, 65), WEIGHT_BLOCK).positions_before(261) == 261 * 2 * WEIGHT_BLOCK
