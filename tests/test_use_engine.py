@@ -4,6 +4,7 @@ import asyncio
 import concurrent.futures
 import contextlib
 import contextvars
+import gc
 import itertools
 import os
 import sys
@@ -125,12 +126,20 @@ def test_a_call_in_a_block_holds_until_the_block_ends():
     assert here() == NOBODY
 
 
-def test_calls_do_not_pile_up():
+def block_that_ends():
+    with use_engine("torch"):
+        pass
+
+
+@pytest.mark.parametrize("ask", [lambda: use_engine("torch"), block_that_ends])
+def test_neither_calls_nor_blocks_pile_up(ask):
+    """What no longer counts would be looked through in every step, too."""
     with use_engine("auto"):
         tracemalloc.start()
         try:
             for _ in range(5_000):
-                use_engine("torch")
+                ask()
+            gc.collect()
             used, _ = tracemalloc.get_traced_memory()
         finally:
             tracemalloc.stop()
@@ -166,6 +175,8 @@ def test_two_threads_share_an_object(threads):
     threads(1, chosen.__enter__)
     threads(0, chosen.__exit__, None, None, None)
     assert threads(1, here) == TORCH
+    with use_engine("numba"):  # which the thread runs that has left its own block
+        assert [threads(k, here) for k in range(2)] == [NUMBA, TORCH]
     threads(1, chosen.__exit__, None, None, None)
     assert [here(), *(threads(k, here) for k in range(2))] == [NOBODY] * 3
 
@@ -231,11 +242,18 @@ def other():
         entered.set()
         stop.wait()
 
+def ask():
+    with use_engine("torch"):
+        pass
+
 def in_child():
     child = os.fork()
     if child == 0:
         name = engine_for(torch.zeros(3, dtype=torch.float64)).reason.split()[0]
-        os._exit({"use_engine": 1, "the": 2}.get(name, 3))
+        asking = threading.Thread(target=ask, daemon=True)  # finds no lock that is held
+        asking.start()
+        asking.join(30)
+        os._exit(4 if asking.is_alive() else {"use_engine": 1, "the": 2}.get(name, 3))
     return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
 
 thread = threading.Thread(target=other)
