@@ -78,6 +78,19 @@ def test_norms_in_the_history_are_of_steps_with_a_gradient(name, engine, device)
     assert identical(*results)
 
 
+def test_a_first_norm_of_zero_is_not_in_the_history(engine, device):
+    """It tells nothing of size: all later gradients would be clipped to nothing."""
+    results = []
+    for percentile in (5, 100):
+        p = torch.nn.Parameter(torch.ones(300, device=device))
+        optimizer = lowbit_optim.SGD8bit([p], lr=0.1, percentile_clipping=percentile)
+        for g in (0.0, 1.0):
+            p.grad = torch.full_like(p, g)
+            optimizer.step()
+        results.append(p.detach())
+    assert torch.equal(*results)
+
+
 def test_only_what_is_stepped_counts_as_changed(engine, device):
     """For autograd, which refuses a backward pass through what has been changed since."""
     optimizer = made(cases.CASES_FAMILY[0], 8, device)
