@@ -1,5 +1,7 @@
 """One rule, three engines: numba and Triton against torch, on every shape, case and dtype."""
 
+import math
+
 import numpy as np
 import pytest
 import torch
@@ -222,3 +224,14 @@ def test_the_torch_engines_slabs_change_no_code_and_no_random_bit(name, options,
     whole = stepped()
     monkeypatch.setattr(torch_engine, "SLAB", 700)
     assert identical(stepped(), whole)
+
+
+@pytest.mark.parametrize("shape", [(1, 2**24), (2**12, 2**12), (2**24, 1), (3, 70_000)], ids=str)
+def test_the_torch_engines_slabs_cover_a_tensor_and_stay_small(shape):
+    """Of 1/128 of it, or of 65,536 elements if these are more."""
+    sizes = [
+        math.prod(len(range(*part.indices(n))) for part, n in zip(slab[:2], shape, strict=True))
+        for slab in torch_engine.slabs(*shape, 256)
+    ]
+    assert sum(sizes) == math.prod(shape)
+    assert max(sizes) <= max(torch_engine.SLAB, math.prod(shape) // 128)
