@@ -53,6 +53,10 @@ def test_dither_is_the_one_that_is_specified():
     assert got.item() == reference.dither(2**32 - 1, 12, 4, 2**33 + 7, 2**34 + 5, 63)
 
 
+def test_no_fraction_is_rounded_to_1():
+    assert dither.fraction(torch.tensor(dither.MASK), torch.float32) == 1 - 2.0**-24
+
+
 def test_codes_are_the_ones_that_are_specified():
     m, v, _ = example()
     of_square = reference.fraction(reference.dithers(1, 2, 3, 10, range(64)))
