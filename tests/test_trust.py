@@ -188,3 +188,21 @@ def test_the_cap_counts_what_caution_leaves_of_an_update(name):
     moved = p.detach() - before
     assert (moved[1::2] == 0).all()
     assert float(moved.norm() / before.norm()) == pytest.approx(0.01, rel=1e-3)
+
+
+@pytest.mark.parametrize("name", ["torch", "numba"])
+def test_squares_whose_sum_is_beyond_fp32(name):
+    """Sums are in fp64 there, so that the norm of large gradients is a number."""
+    p = torch.nn.Parameter(torch.ones(4096))
+    p.grad = torch.full_like(p, 1e18)
+    with lowbit_optim.use_engine(name):
+        lowbit_optim.LARS32bit([p], lr=0.1, trust_coefficient=1.0).step()
+    torch.testing.assert_close(p.detach(), torch.full_like(p, 0.9))
+
+
+def test_a_bad_gradient_does_not_spoil_a_norm(engine, device):
+    p = torch.nn.Parameter(torch.ones(300, device=device))
+    p.grad = torch.ones_like(p)
+    p.grad[0], p.grad[1] = math.nan, math.inf
+    lowbit_optim.LARS32bit([p], lr=0.1, trust_coefficient=1.0).step()
+    assert (p.detach()[2:] < 1).all()
