@@ -385,7 +385,7 @@ def test_a_triton_that_cannot_compile_the_kernels_is_not_asked_to(monkeypatch):
 @pytest.mark.parametrize("device", ["cuda", "xpu"])
 def test_tritons_interpreter_is_not_given_a_devices_addresses(monkeypatch, device):
     pytest.importorskip("triton")
-    for value in ("1", "True", "on", "YES"):
+    for value in ("1", "True", "on", "YES", "y"):
         monkeypatch.setenv("TRITON_INTERPRET", value)
         refusal = engines.TRITON.refusal(torch.device(device), torch.float32)
         assert refusal.reason.startswith("TRITON_INTERPRET is set")

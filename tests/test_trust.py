@@ -190,13 +190,13 @@ def test_the_cap_counts_what_caution_leaves_of_an_update(name):
     assert float(moved.norm() / before.norm()) == pytest.approx(0.01, rel=1e-3)
 
 
-@pytest.mark.parametrize("name", ["torch", "numba"])
-def test_squares_whose_sum_is_beyond_fp32(name):
-    """Sums are in fp64 there, so that the norm of large gradients is a number."""
-    p = torch.nn.Parameter(torch.ones(4096))
+def test_squares_whose_sum_is_beyond_fp32(engine, device):
+    """So that the norm of large gradients is a number."""
+    if engine == "triton":
+        pytest.skip("a tile's sum is in fp32, tiles are added up in fp64")
+    p = torch.nn.Parameter(torch.ones(4096, device=device))
     p.grad = torch.full_like(p, 1e18)
-    with lowbit_optim.use_engine(name):
-        lowbit_optim.LARS32bit([p], lr=0.1, trust_coefficient=1.0).step()
+    lowbit_optim.LARS32bit([p], lr=0.1, trust_coefficient=1.0).step()
     torch.testing.assert_close(p.detach(), torch.full_like(p, 0.9))
 
 

@@ -28,6 +28,7 @@ FALLBACK = "torch"  # the engine that runs what no other one takes
 # What a broken installation raises when it is imported: a library that is missing or cannot be
 # loaded, or one that was compiled for another NumPy, Python or LLVM.
 _BROKEN = (ImportError, OSError, AttributeError, RuntimeError, SystemError, TypeError, ValueError)
+_TRITONS_TRUE = ("1", "true", "on", "yes", "y")  # in its environment variables, in any case
 
 
 @dataclass(frozen=True)
@@ -108,7 +109,7 @@ def is_wrapper(tensor_type: type) -> bool:
 def _installed(module: str) -> bool:
     try:
         spec = importlib.util.find_spec(module)
-    except ValueError:  # a module set to None in sys.modules
+    except ValueError:  # a module that a program has made itself, in place of the real one
         return False
     return spec is not None and spec.origin is not None  # a folder of that name may be on the path
 
@@ -137,7 +138,7 @@ def _without_sources() -> Refusal | None:
 
 
 def _triton_declines(device: torch.device, dtype: torch.dtype) -> Refusal | None:
-    interpreter = os.environ.get("TRITON_INTERPRET", "0").lower() in ("1", "true", "on", "yes")
+    interpreter = os.environ.get("TRITON_INTERPRET", "").lower() in _TRITONS_TRUE
     interpreted = interpreter and device.type == "cpu"
     if device.type not in TRITON.devices and not interpreted:
         return Refusal(f"triton compiles for CUDA, ROCm and XPU devices, not for {device.type!r}")
