@@ -9,6 +9,7 @@ import io
 import os
 import subprocess
 import sys
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -147,3 +148,16 @@ def with_values_of(optimizer, other):
     for p, q in zip(all_parameters(other), all_parameters(optimizer), strict=True):
         p.data.copy_(q.data)
     return other
+
+
+@contextmanager
+def silent_mesh(ranks):
+    """A mesh of ranks, of which this process is the first and the others never answer."""
+    fake = pytest.importorskip("torch.testing._internal.distributed.fake_pg")
+    from torch.distributed.device_mesh import init_device_mesh
+
+    torch.distributed.init_process_group("fake", store=fake.FakeStore(), rank=0, world_size=ranks)
+    try:
+        yield init_device_mesh("cpu", (ranks,))
+    finally:
+        torch.distributed.destroy_process_group()

@@ -22,6 +22,7 @@ from lowbit_optim_cli.footprint import (
 )
 from lowbit_optim_kernels import formats
 from lowbit_optim_kernels.formats import layout
+from protocol import silent_mesh
 
 DTYPES = {
     "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp64": torch.float64,
@@ -175,14 +176,8 @@ def test_buckets_of_shards_are_full_by_whole_gradients():
 
 @pytest.fixture
 def four_ranks():
-    """A mesh of four ranks, of which this process is the first and the others never answer."""
-    fake = pytest.importorskip("torch.testing._internal.distributed.fake_pg")
-    from torch.distributed.device_mesh import init_device_mesh
-
-    store = fake.FakeStore()
-    torch.distributed.init_process_group("fake", store=store, rank=0, world_size=4)
-    yield init_device_mesh("cpu", (4,))
-    torch.distributed.destroy_process_group()
+    with silent_mesh(4) as mesh:
+        yield mesh
 
 
 @pytest.mark.parametrize("row", ROWS, ids=name)

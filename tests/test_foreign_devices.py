@@ -12,7 +12,7 @@ import torch
 import lowbit_optim
 from lowbit_optim import to_bitsandbytes_state_dict, to_torch_state_dict
 from lowbit_optim._foreign.export import Member
-from protocol import identical, tensors_of
+from protocol import identical, silent_mesh, tensors_of
 
 
 def trained(family, **options):
@@ -124,19 +124,13 @@ def test_a_state_without_a_step_is_written_for_sgd():
 @pytest.mark.parametrize("write", [to_torch_state_dict, to_bitsandbytes_state_dict])
 def test_shards_are_refused(write):
     """Other libraries know none, and a rank has only its own."""
-    fake = pytest.importorskip("torch.testing._internal.distributed.fake_pg")
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.tensor import DTensor, Shard
+    with silent_mesh(2) as mesh:
+        from torch.distributed.tensor import DTensor, Shard
 
-    torch.distributed.init_process_group("fake", store=fake.FakeStore(), rank=0, world_size=2)
-    try:
-        mesh = init_device_mesh("cpu", (2,))
         spread = DTensor.from_local(torch.ones(2, 3), mesh, [Shard(0)], run_check=False)
         optimizer = lowbit_optim.AdamW8bit([torch.nn.Parameter(spread)])
         with pytest.raises(ValueError, match=r"parameter group 0 has DTensors; .*full_state_dict"):
             write(optimizer)
-    finally:
-        torch.distributed.destroy_process_group()
 
 
 @pytest.mark.parametrize(

@@ -24,7 +24,7 @@ from lowbit_optim import _gathering, _sums
 from lowbit_optim_kernels.batch import ACCESS_BYTES, Batch, Slot
 from lowbit_optim_kernels.formats.float32 import FLOAT32
 from lowbit_optim_kernels.rules import sgd
-from protocol import identical, python
+from protocol import identical, python, silent_mesh
 
 pytestmark = pytest.mark.timeout(120)
 STEPS = 4
@@ -261,12 +261,8 @@ def test_ranks_ask_each_other_mesh_by_mesh_in_one_order():
 @pytest.fixture
 def mesh():
     """Of one rank, which waits for no other."""
-    fake = pytest.importorskip("torch.testing._internal.distributed.fake_pg")
-    torch.distributed.init_process_group("fake", store=fake.FakeStore(), rank=0, world_size=1)
-    try:
-        yield init_device_mesh("cpu", (1,))
-    finally:
-        torch.distributed.destroy_process_group()
+    with silent_mesh(1) as alone:
+        yield alone
 
 
 def test_the_engine_of_a_dtensor_is_that_of_its_shard(mesh):
