@@ -127,11 +127,10 @@ def test_a_maximum_keeps_nan():
 
 def test_a_list_of_mixed_dtypes_and_widths():
     """Norms stay per tensor, whatever else is in the group."""
-    generator = torch.Generator().manual_seed(0)
     results = {}
     for engine in ("triton", "torch"):
         device = DEVICE if engine == "triton" else "cpu"
-        generator.manual_seed(0)
+        generator = torch.Generator().manual_seed(0)
         params = [
             torch.nn.Parameter(torch.randn(n, generator=generator).to(device, dtype))
             for n in (2048, 100, 2500)
@@ -220,10 +219,11 @@ def test_a_group_of_many_kinds_steps_each_tensor_as_alone(variant, launches):
         assert all(torch.equal(state[key], other[key]) for key in other)
 
 
-def test_sums_of_many_tiles_are_added_in_chunks(monkeypatch):
+@pytest.mark.parametrize("at_once", [2, engine_triton.CHUNKS_AT_ONCE])
+def test_sums_of_many_tiles_are_added_in_chunks(at_once, monkeypatch):
     """What a tensor of more than 4 million elements does, at 2 tiles a chunk, wherever it is."""
     monkeypatch.setattr(engine_triton, "ADDED", 2)
-    monkeypatch.setattr(engine_triton, "CHUNKS_AT_ONCE", 2)
+    monkeypatch.setattr(engine_triton, "CHUNKS_AT_ONCE", at_once)
     shapes = [(300,), (kinds.TILE * 5 + 100,), (3,)]
     got = walk("triton", "LARS-trust", 32, shapes)
     assert_same(got, walk("torch", "LARS-trust", 32, shapes), 1e-6)

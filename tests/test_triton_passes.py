@@ -164,29 +164,6 @@ def test_kinds_of_many_tiles_are_launched_by_themselves(name, long, monkeypatch)
         assert all(torch.equal(together[1][p][key], x) for key, x in apart[1][q].items())
 
 
-@pytest.mark.parametrize(
-    ("tiles", "spanned"),
-    [
-        ([100, 100], [100, 100]),
-        ([804, 70], [804]),  # the other is little beside it
-        ([100, 70], []),  # and here it would have to be launched with other kinds
-        ([100, 70, 70], [100]),  # or enough for a launch of its own
-        ([90], []),
-    ],
-)
-def test_long_tensors_share_rows_where_that_leaves_few_others(tiles, spanned, monkeypatch):
-    monkeypatch.setattr(grid, "ALONE", 100)
-    monkeypatch.setattr(grid, "SPAN", 10)
-    monkeypatch.setattr(grid, "LONG", 8)
-    kind = kinds.Kind(torch.float32, torch.float32, DYNAMIC8, True, 16)
-    members = {kind: [(i, 0, n, 0, 4 * n, 0) for i, n in enumerate(tiles)]}
-    found = {k.spanned: [n for _, _, n, *_ in of] for k, of in grid._spanned(members).items()}
-    assert found.get(True, []) == spanned
-    assert sorted(n for of in found.values() for n in of) == sorted(tiles)
-    rows = [grid._programs(0, *of)[:, 0] for of in grid._spanned(members).items() if of[0].spanned]
-    assert sum(int(x) // grid.NUMBER for of in rows for x in of) == sum(spanned), "none beyond"
-
-
 # A format for Triton is a module with these functions, and this one is such a module.
 
 

@@ -152,6 +152,32 @@ def test_a_tensors_tiles_have_all_its_blocks(rows, row):
     assert all(found[blocks] >= count for blocks, count in wanted.items())
 
 
+@pytest.mark.parametrize(
+    ("tiles", "spanned"),
+    [
+        ([100, 100], [100, 100]),
+        ([800, 70], [800]),  # the other is little beside it
+        ([804, 70], [804]),  # the last row has fewer tiles
+        ([100, 70], []),  # and here it would have to be launched with other kinds
+        ([100, 70, 70], [100]),  # or enough for a launch of its own
+        ([90], []),
+    ],
+)
+def test_long_tensors_share_rows_where_that_leaves_few_others(tiles, spanned, monkeypatch):
+    monkeypatch.setattr(grid, "ALONE", 100)
+    monkeypatch.setattr(grid, "SPAN", 10)
+    monkeypatch.setattr(grid, "LONG", 8)
+    kind = kinds.Kind(torch.float32, torch.float32, DYNAMIC8, True, 16)
+    members = {kind: [(i, 0, n, 0, 4 * n, 0) for i, n in enumerate(tiles)]}
+    found = {k.spanned: [n for _, _, n, *_ in of] for k, of in grid._spanned(members).items()}
+    assert found.get(True, []) == spanned
+    assert sorted(n for of in found.values() for n in of) == sorted(tiles)
+    rows = [grid._programs(0, *of)[:, 0] for of in grid._spanned(members).items() if of[0].spanned]
+    in_row = [int(x) // grid.NUMBER for of in rows for x in of]
+    assert set(in_row) <= set(range(1, 11))
+    assert sum(in_row) == sum(spanned), "none beyond a tensor's end"
+
+
 @pytest.mark.parametrize("g", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("p", [torch.float32, torch.bfloat16], ids=str)
 def test_a_thread_reads_16_bytes_of_the_wider_one(p, g):
