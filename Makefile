@@ -35,7 +35,8 @@ endif
 GPU_TESTS = $(shell grep -l 'mark\.gpu' tests/test_*.py)
 
 # Those of them that need nothing else of a GPU.
-EMULATED_TESTS := tests/test_triton.py tests/test_triton_formats.py tests/test_triton_passes.py
+EMULATED_TESTS := tests/test_triton.py tests/test_triton_formats.py tests/test_triton_passes.py \
+  tests/test_triton_tables.py
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
