@@ -207,14 +207,17 @@ def test_codes_whose_scales_are_all_zero_are_read_as_zeros(bits):
     optimizer.step()
 
 
+@pytest.mark.parametrize("kept", [{}, {"initial_lr": 0.5, "lr_scale": 0.1, "name": "head"}])
 @pytest.mark.parametrize("family", ["AdamW", "Lion"])
-def test_before_the_first_step(family):
+def test_before_the_first_step(family, kept):
+    """Schedulers and users may keep more in a group; only settings tell whose it is."""
     saved = foreign(family, [(300,)])
     saved["state"] = {}
+    saved["param_groups"][0].update(kept)
     said = "bitsandbytes: it has no moments yet"
     optimizer = load(build(family, params_of([(300,)])), saved, said)
     assert not optimizer.state
-    assert optimizer.param_groups[0]["lr"] == 0.5
+    assert optimizer.param_groups[0].items() >= {"lr": 0.5, **kept}.items()
 
 
 def test_an_empty_state_is_none_yet():

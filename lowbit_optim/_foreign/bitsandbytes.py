@@ -29,6 +29,7 @@ from lowbit_optim_kernels.rules.rmsprop import MEAN_SQUARE
 from lowbit_optim_kernels.rules.sgd import MOMENTUM as SGD
 
 from .._checks import is_number
+from .._manager import own_settings
 from .._settings import as_number
 from .._tensor_checks import missing, require_scales, require_shape, require_values
 from .coded import Coded, check_book
@@ -38,7 +39,6 @@ NESTED = "__bnb_optimizer_quant_state__"
 BLOCKS = (256, 2048)  # of its 8-bit optimizers, now and before 0.44
 ONE_STATE = ("lr", "betas", "eps", "weight_decay")
 TWO_STATES = (*ONE_STATE, "alpha", "t_alpha", "t_beta3")
-BESIDE = {"params", "param_names", "initial_lr"}  # what torch and its schedulers put there
 # Its constructors' settings, which it never reads from a group.
 NEVER_READ = (
     "optim_bits", "min_8bit_size", "percentile_clipping", "block_wise", "max_unorm", "skip_zeros",
@@ -121,16 +121,16 @@ class BitsAndBytes(Library):
     families = tuple(sorted(FAMILIES))
 
     def recognises(self, state_dict: Mapping[str, Any]) -> bool:
-        """By a state's keys or, before the first step, by those of the groups."""
+        """By a state's keys or, before the first step, by the settings that the groups have."""
         states = [one for one in state_dict["state"].values() if isinstance(one, Mapping) and one]
         if states:
             return any({*TENSORS, NESTED} & one.keys() for one in states)
-        groups = state_dict["param_groups"]
+        groups, settings = state_dict["param_groups"], own_settings()
         layouts = {frozenset(ONE_STATE), frozenset(TWO_STATES)}
         return (
             isinstance(groups, (list, tuple))
             and len(groups) > 0
-            and all(isinstance(one, Mapping) and one.keys() - BESIDE in layouts for one in groups)
+            and all(isinstance(one, Mapping) and one.keys() & settings in layouts for one in groups)
         )
 
     def group(self, saved: Mapping[str, Any], family: str) -> dict[str, Any]:
