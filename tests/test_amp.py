@@ -15,6 +15,7 @@ from protocol import (
     give_gradients,
     identical,
     parameters,
+    pass_by_pass,
     snapshot,
     train,
 )
@@ -149,3 +150,25 @@ def test_what_a_scaler_sets_may_change_from_step_to_step(engine, device):
         results.append(snapshot(optimizer))
         assert all(int(optimizer.state[p]["step"]) == 5 for p in params)
     assert identical(*results)
+
+
+@pytest.mark.parametrize("name", ["AdamW8bit", "Cain8bit"])
+def test_a_step_is_skipped_by_whatever_number_of_devices_found_an_overflow(name, engine, device):
+    """A scaler adds them up: two say 2."""
+    params = [torch.nn.Parameter(p.detach().to(device)) for p in parameters()]
+    optimizer = train(getattr(lowbit_optim, name)(params, min_8bit_size=1), 1)
+    before = snapshot(optimizer)
+    optimizer.grad_scale, optimizer.found_inf = (torch.tensor(x, device=device) for x in (4.0, 2.0))
+    train(optimizer, 1, first=1)
+    assert identical(snapshot(optimizer), before)
+
+
+def test_an_overflow_elsewhere_adds_no_norm_of_shards_to_a_history(monkeypatch):
+    """Their own gradients may all be finite; the Numba engine hands out sums of shards."""
+    pass_by_pass(monkeypatch)
+    with lowbit_optim.use_engine("numba"):
+        optimizer = train(lowbit_optim.AdamW8bit(parameters(), percentile_clipping=50), 1)
+        before = snapshot(optimizer)
+        optimizer.found_inf = torch.tensor(1.0)
+        train(optimizer, 1, first=1)
+    assert identical(snapshot(optimizer), before)
