@@ -354,10 +354,11 @@ def test_gradients_are_never_modified_and_versions_are_counted(engine, case, bit
         assert p._version > p_version
 
 
-def test_backward_through_a_weight_that_was_stepped_is_refused():
+@pytest.mark.parametrize(("steps", "bits"), [(0, None), (2, None), (2, 16), (2, 32)])
+def test_backward_through_a_weight_that_was_stepped_is_refused(steps, bits):
     """What autograd promises: values saved for backward are not overwritten in silence."""
-    (p,) = parameters(shapes=[(300,)])
-    optimizer = lowbit_optim.AdamW8bit([p])
+    (p,) = parameters(torch.bfloat16 if bits else torch.float32, shapes=[(300,)])
+    optimizer = train(lowbit_optim.AdamW8bit([p], master_weight_bits=bits), steps)
     loss = (p * p).sum()
     give_gradients([p], 0)
     optimizer.step()
