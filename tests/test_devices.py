@@ -11,6 +11,7 @@ from lowbit_optim import _eager, _state_layout
 from lowbit_optim_kernels import devices, dispatch
 from lowbit_optim_kernels.engines import registry as engines
 from lowbit_optim_kernels.engines import torch as torch_engine
+from lowbit_optim_kernels.formats.dynamic8 import DYNAMIC8
 
 WIDE = pytest.mark.parametrize("wide", [True, False])
 XPU = torch.device("xpu", 7)
@@ -213,3 +214,40 @@ def test_machine_instructions_are_for_gpus_since_ampere(capability, monkeypatch)
     assert not engine.takes_ptx(XPU)
     monkeypatch.setattr(torch.version, "hip", "6.4")
     assert not engine.takes_ptx(torch.device("cuda"))
+
+
+@pytest.mark.parametrize("kind", ["cuda", "xpu"])
+def test_the_triton_engine_launches_on_the_device_of_its_tensors(kind, monkeypatch):
+    """Triton itself takes the current one, on which other code may be."""
+    pytest.importorskip("triton", minversion="3.4")
+    from lowbit_optim_kernels.engines.triton import engine
+
+    second, current, seen = torch.device(kind, 1), [], []
+
+    class On:
+        def __init__(self, device):
+            self.device = device
+
+        def __enter__(self):
+            current.append(self.device)
+
+        def __exit__(self, *_):
+            current.pop()
+
+    def noted(*_):
+        seen.append(list(current))
+
+    launcher = SimpleNamespace(launch=noted)
+    tables = SimpleNamespace(code="there is some", compiled=launcher)
+    codec = SimpleNamespace(encode_tensors=noted, decode_tensors=noted)
+    monkeypatch.setattr(torch.get_device_module(kind), "device", On)
+    monkeypatch.setattr(engine, "tables_for", lambda batch: noted() or tables)
+    monkeypatch.setattr(engine, "module_of", lambda format: codec)
+    monkeypatch.setattr(engine, "takes_ptx", lambda device: seen.append([device]))
+    run = engine.start(SimpleNamespace(device=second, rule=SimpleNamespace(phases=())))
+    run._launch("key", "kernel", (1, 1, 1), ())
+    unit, out = SimpleNamespace(format=DYNAMIC8), [SimpleNamespace(device=second)]
+    engine.encode(unit, [], None, out)
+    engine.decode(unit, [], None, out)
+    assert seen == [[second]] * 6  # tables, a launch, and twice the code that is asked for and run
+    assert not current
