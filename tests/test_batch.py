@@ -79,6 +79,16 @@ def test_tensors_are_not_looked_up_where_tables_have_their_addresses(engine, dev
     assert len(looked_up) == (0 if ENGINES[engine].by_address else 2)
 
 
+@pytest.mark.parametrize("name", ["AdamW8bit", "LAMB8bit"])
+def test_a_batch_of_nothing_but_empty_tensors_counts_its_steps(name, engine, device):
+    """As a rank may have it of small parameters, without one element in any."""
+    shapes = (0,), (0, 70), (3, 0)
+    params = [torch.nn.Parameter(torch.empty(shape, device=device)) for shape in shapes]
+    options = {"min_8bit_size": 1, "percentile_clipping": 50}
+    optimizer = train(getattr(lowbit_optim, name)(params, **options), 2)
+    assert [int(optimizer.state[p]["step"]) for p in params] == [2, 2, 2]
+
+
 def test_the_order_of_batches_is_noted_anew_when_it_changes():
     first = torch.zeros(8)
     step = torch.zeros((), dtype=torch.int64)
