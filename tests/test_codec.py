@@ -133,8 +133,8 @@ def test_strided_input_gives_the_codes_of_its_contiguous_copy(engine, device, si
     codes, absmax = quantize(negative, signed, device)
     np.testing.assert_array_equal(codes, quantize(-base, signed, device)[0])
     if signed:
-        scales = torch._neg_view(torch.from_numpy(-absmax).to(device))
-        values = dequantize_blockwise(torch.from_numpy(codes).to(device), scales)
+        scales = torch._neg_view(torch.from_numpy(-absmax).to(device).mT.contiguous().mT)
+        values = dequantize_blockwise(torch.from_numpy(codes).to(device).mT.contiguous().mT, scales)
         np.testing.assert_array_equal(values.cpu().numpy(), dequantize(codes, absmax, True, device))
     image = base[None].contiguous(memory_format=torch.channels_last)
     codes, _ = quantize(image, signed, device)
