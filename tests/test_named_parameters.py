@@ -5,7 +5,7 @@ import torch
 
 import lowbit_optim
 from lowbit_optim import load_master_weights, master_weights
-from protocol import identical
+from protocol import identical, parameters, train
 
 
 def test_weights_in_order_are_each_parameters_own_whatever_it_is_called():
@@ -44,3 +44,33 @@ def test_names_stay_where_a_state_dict_has_none():
     named = lowbit_optim.AdamW8bit(model.named_parameters())
     named.load_state_dict(lowbit_optim.AdamW8bit(model.parameters()).state_dict())
     assert named.param_groups[0]["param_names"] == ["weight", "bias"]
+
+
+@pytest.fixture
+def trained():
+    """An optimizer of three parameters of one shape in two groups, and their states."""
+    params = parameters(shapes=[(300,)] * 3)
+    groups = [{"params": params[:2]}, {"params": params[2:]}]
+    optimizer = train(lowbit_optim.AdamW8bit(groups, min_8bit_size=1), 2)
+    return optimizer, params, [dict(optimizer.state[p]) for p in params]
+
+
+def test_a_state_is_that_of_the_number_which_a_group_lists(trained):
+    """In whatever order, as torch.optim reads it: groups may have been put together anew."""
+    optimizer, params, states = trained
+    saved = optimizer.state_dict()
+    saved["param_groups"][0]["params"], saved["param_groups"][1]["params"] = [2, 0], [1]
+    optimizer.load_state_dict(saved)
+    assert identical([optimizer.state[p] for p in params], [states[i] for i in (2, 0, 1)])
+
+
+def test_a_parameter_without_a_saved_state_begins_anew(trained):
+    """What it had belongs to the run that the load ends."""
+    optimizer, params, states = trained
+    saved = optimizer.state_dict()
+    del saved["state"][1]
+    optimizer.load_state_dict(saved)
+    assert params[1] not in optimizer.state
+    train(optimizer, 1)
+    assert [int(optimizer.state[p]["step"]) for p in params] == [3, 1, 3]
+    assert [int(state["step"]) for state in states] == [2, 2, 2]
