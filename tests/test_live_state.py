@@ -241,3 +241,24 @@ def test_states_that_two_parameters_exchange_count_in_the_next_step(order):
         found.append(snapshot(train(optimizer, 2, first=2)))
         assert state[q] is its
     assert identical(*found)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("bits", [8, 32])
+@pytest.mark.parametrize("name", ["AdamW", "ScheduleFreeAdamW"])
+def test_numbers_of_another_dtype_are_loaded_in_that_of_a_step(name, bits, dtype):
+    """Engines read them by their addresses."""
+    options = {"percentile_clipping": 50}
+    saved = train(getattr(lowbit_optim, name)(parameters(), **options), 2).state_dict()
+    ends = []
+    for back in (lambda x: x, torch.Tensor.double):
+        optimizer = getattr(lowbit_optim, name)(
+            parameters(), **options, optim_bits=bits, min_8bit_size=1
+        )
+        states = {
+            i: {key: back(x.to(dtype)) for key, x in state.items()}
+            for i, state in saved["state"].items()
+        }
+        optimizer.load_state_dict({**saved, "state": states})
+        ends.append(snapshot(train(optimizer, 2, first=2)))
+    assert identical(*ends)
