@@ -166,6 +166,22 @@ def test_groups_that_come_and_go(engine, device):
     assert identical([p.detach() for p in got], [p.detach() for p in want])
 
 
+def test_a_group_is_added_after_a_load_as_without_it(engine, device):
+    """Beside those that were loaded, with the constructor's settings where it has no own."""
+    options, ends = {"weight_decay": 0.3, "min_8bit_size": 1}, []
+    for loads in (False, True):
+        first, *others = (torch.nn.Parameter(p.detach().to(device)) for p in parameters())
+        optimizer = train(lowbit_optim.AdamW8bit([first], **options), 2)
+        optimizer.param_groups[0]["weight_decay"] = 0.2
+        if loads:
+            saved = optimizer.state_dict()
+            optimizer = lowbit_optim.AdamW8bit([first], **options)
+            optimizer.load_state_dict(saved)
+        optimizer.add_param_group({"params": others, "lr": 0.01})
+        ends.append(snapshot(train(optimizer, 2, first=2)))
+    assert identical(*ends)
+
+
 def test_hyperparameters_come_in_the_order_of_a_batchs_parts():
     """Of the groups that have tensors in it, which are not all."""
     dtypes = (torch.float64, torch.float32) * 2
