@@ -244,3 +244,13 @@ def test_zeros_of_gradients_are_not_skipped(name):
     for args in ({**asked, "skip_zeros": True}, SimpleNamespace(max_unorm=0.0, skip_zeros=True)):
         with pytest.raises(ValueError, match="args asks for skip_zeros"):
             run(name, {"args": args})
+
+
+def test_a_tensor_of_min_8bit_size_elements_has_codes_and_one_of_fewer_has_none():
+    params = [torch.nn.Parameter(torch.ones(size)) for size in (99, 100)]
+    optimizer = lowbit_optim.AdamW8bit(params, min_8bit_size=100)
+    for p in params:
+        p.grad = torch.ones_like(p)
+    optimizer.step()
+    kept = [optimizer.state[p]["exp_avg"].dtype for p in params]
+    assert kept == [torch.float32, torch.uint8]
