@@ -219,12 +219,12 @@ def test_a_group_of_many_kinds_steps_each_tensor_as_alone(variant, launches):
         assert all(torch.equal(state[key], other[key]) for key in other)
 
 
-@pytest.mark.parametrize("at_once", [2, engine_triton.CHUNKS_AT_ONCE])
-def test_sums_of_many_tiles_are_added_in_chunks(at_once, monkeypatch):
+@pytest.mark.parametrize(("at_once", "whole"), [(2, 5), (2, 4), (engine_triton.CHUNKS_AT_ONCE, 5)])
+def test_sums_of_many_tiles_are_added_in_chunks(at_once, whole, monkeypatch):
     """What a tensor of more than 4 million elements does, at 2 tiles a chunk, wherever it is."""
     monkeypatch.setattr(engine_triton, "ADDED", 2)
     monkeypatch.setattr(engine_triton, "CHUNKS_AT_ONCE", at_once)
-    shapes = [(300,), (kinds.TILE * 5 + 100,), (3,)]
+    shapes = [(300,), (kinds.TILE * whole + 100,), (3,)]
     got = walk("triton", "LARS-trust", 32, shapes)
     assert_same(got, walk("torch", "LARS-trust", 32, shapes), 1e-6)
 

@@ -292,6 +292,20 @@ def test_weights_of_short_blocks_have_random_bits_of_their_own(block, monkeypatc
     assert (stepped[0] != stepped[1]).float().mean() < 0.01
 
 
+def test_sums_are_of_all_pieces_of_a_tile():
+    """Of short blocks at the ends of rows, which start anywhere, there are many in a tile."""
+    stepped = []
+    for engine, device in (("triton", DEVICE), ("torch", "cpu")):
+        p = torch.nn.Parameter(torch.zeros(20, 257, device=device))
+        p.data[:, 256:] = 1.0
+        optimizer = lowbit_optim.LARS8bit([p], 0.1, 0.9, trust_coefficient=0.02, min_8bit_size=1)
+        p.grad = torch.ones_like(p)
+        with lowbit_optim.use_engine(engine):
+            optimizer.step()
+        stepped.append(p.detach().cpu())
+    torch.testing.assert_close(*stepped, rtol=1e-5, atol=0)
+
+
 @pytest.mark.parametrize("last", [True, False])
 @pytest.mark.few
 def test_one_moment_may_stay_exact(linear8, last, monkeypatch):
