@@ -89,6 +89,24 @@ def test_a_batch_of_nothing_but_empty_tensors_counts_its_steps(name, engine, dev
     assert [int(optimizer.state[p]["step"]) for p in params] == [2, 2, 2]
 
 
+def test_a_step_that_has_written_stays_counted_whatever_comes_then(engine, device, monkeypatch):
+    """Its parameters have moved; Ctrl-C may come before it returns."""
+    p = torch.nn.Parameter(torch.ones(300, device=device))
+    optimizer = train(lowbit_optim.AdamW8bit([p], min_8bit_size=1), 1)
+    run, before = getattr(ENGINES[engine].code, f"{engine.capitalize()}Run"), p.detach().clone()
+    finish = run.finish
+
+    def interrupted(self):
+        finish(self)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(run, "finish", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        train(optimizer, 1, first=1)
+    assert not torch.equal(p, before)
+    assert int(optimizer.state[p]["step"]) == 2
+
+
 def test_the_order_of_batches_is_noted_anew_when_it_changes():
     first = torch.zeros(8)
     step = torch.zeros((), dtype=torch.int64)
