@@ -27,7 +27,7 @@ class TensorSpec(NamedTuple):
         """Whether a value is stored so."""
         if not isinstance(x, Tensor) or (x.shape, x.dtype, x.device) != self[:3]:
             return False
-        return x.layout == torch.strided and x.is_contiguous()
+        return x.layout == torch.strided and x.is_contiguous() and not x.is_neg()
 
 
 def lasting_spec(x: Lasting, p: Tensor) -> TensorSpec:

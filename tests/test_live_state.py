@@ -262,3 +262,18 @@ def test_numbers_of_another_dtype_are_loaded_in_that_of_a_step(name, bits, dtype
         optimizer.load_state_dict({**saved, "state": states})
         ends.append(snapshot(train(optimizer, 2, first=2)))
     assert identical(*ends)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_state_that_a_view_negates_is_read_as_torch_reads_it(dtype, engine, device):
+    """Memory has the opposite of such numbers; `x.conj().imag` is one."""
+    bits = 32 if dtype == torch.bfloat16 else "auto"
+    options = {"min_8bit_size": 1, "percentile_clipping": 50, "master_weight_bits": bits}
+    ends = []
+    for look in (torch.clone, lambda x: torch._neg_view(-x)):
+        params = [torch.nn.Parameter(p.detach().to(device)) for p in parameters(dtype)]
+        optimizer = train(lowbit_optim.AdamW8bit(params, **options), 2)
+        for state in optimizer.state.values():
+            state.update({k: look(x) for k, x in state.items() if x.dtype.is_signed and x.dim()})
+        ends.append(snapshot(train(optimizer, 2, first=2)))
+    assert identical(*ends)
