@@ -135,6 +135,21 @@ def taking_cpu_tensors(device: Driver) -> Iterator[None]:
 
 
 @contextmanager
+def noting_batches(emulation: Emulation) -> Iterator[None]:
+    """Let launches of the engine address the tensors of their batch."""
+    start = engine.start
+
+    def starting(batch: Batch) -> Any:
+        batch.bind()
+        run = start(batch)
+        emulation.batches[run.tables.address.data_ptr()] = batch
+        return run
+
+    with patch.object(engine, "start", starting):
+        yield
+
+
+@contextmanager
 def emulated(arch: int, counting: bool = False) -> Iterator[Emulation]:
     """Let the Triton engine run in the emulator; see `taking_cpu_tensors`.
 
@@ -142,7 +157,7 @@ def emulated(arch: int, counting: bool = False) -> Iterator[Emulation]:
         arch: its architecture: 80, 90, ...
         counting: whether to count what accesses cost.
     """
-    emulation, compiling, start = Emulation(arch, counting), JITFunction.run, engine.start
+    emulation, compiling = Emulation(arch, counting), JITFunction.run
 
     def run(self: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> Any:
         kernel = compiling(self, *args, grid=grid, warmup=True, **options)
@@ -159,16 +174,10 @@ def emulated(arch: int, counting: bool = False) -> Iterator[Emulation]:
 
         return launch
 
-    def starting(batch: Batch) -> Any:
-        batch.bind()
-        run = start(batch)
-        emulation.batches[run.tables.address.data_ptr()] = batch
-        return run
-
     with (
         taking_cpu_tensors(Driver(arch)),
+        noting_batches(emulation),
         patch.object(JITFunction, "run", run),
         patch.object(CompiledKernel, "__getitem__", compiled),
-        patch.object(engine, "start", starting),
     ):
         yield emulation
