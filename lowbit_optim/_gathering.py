@@ -13,6 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from lowbit_optim_kernels.batch import ACCESS_BYTES
 from lowbit_optim_kernels.engines.registry import is_wrapper
@@ -38,14 +39,29 @@ def _rows(rows: int, sizes: Sequence[int]) -> list[int]:
 
 def all_gathered(x: Tensor, group: Any) -> Tensor:
     """The ranks' tensors, one after the other."""
-    if is_wrapper(type(x)):  # of what it wraps, torch.distributed's own call waits for one tensor
-        ops = torch.ops._c10d_functional
-        sent = ops.all_gather_into_tensor(x, group.size(), group.group_name)
-        received: Tensor = ops.wait_tensor(sent)
-        return received
+    if is_wrapper(type(x)):
+        return _all_gathered_wrapper(x, group)
     received = x.new_empty(group.size() * x.numel())
     getattr(dist, ALL_GATHER)(received, x, group=group)
     return received
+
+
+def _all_gathered_wrapper(x: Any, group: Any) -> Tensor:
+    """The same of a vector that wraps others; `torch.distributed`'s own call waits for one of them.
+
+    They are sent one by one where each is as long: of two functional calls that are under way at a
+    time, gloo's threads corrupt the process's memory (torch 2.13).
+    """
+    names, context = x.__tensor_flatten__() if is_traceable_wrapper_subclass(x) else ([], None)
+    if names and all(getattr(x, name).shape == x.shape for name in names):
+        received = {name: all_gathered(getattr(x, name), group) for name in names}
+        length = group.size() * x.numel()
+        whole: Tensor = type(x).__tensor_unflatten__(received, context, torch.Size([length]), (1,))
+        return whole
+    ops = torch.ops._c10d_functional
+    sent = ops.all_gather_into_tensor(x, group.size(), group.group_name)
+    arrived: Tensor = ops.wait_tensor(sent)
+    return arrived
 
 
 @dataclass

@@ -5,6 +5,7 @@ One world of two ranks runs all cases of this file, each of which compares with 
 
 import gc
 import inspect
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -207,6 +208,24 @@ def all_cases(rank, world, folder):
 @pytest.mark.slow
 def test_two_ranks(tmp_path):
     sharded.run(2, all_cases, str(tmp_path))
+
+
+def test_what_a_shard_wraps_is_sent_one_by_one(monkeypatch):
+    """Of two functional calls under way at a time gloo's threads break the process at times."""
+    sent = []
+
+    def all_gather(received, x, group):
+        sent.append(x)
+        received.copy_(torch.cat([x, x + 1]))
+
+    monkeypatch.setattr(torch.distributed, _gathering.ALL_GATHER, all_gather)
+    x = TwoTensor(torch.zeros(3), torch.ones(3))
+    whole = _gathering.all_gathered(x, SimpleNamespace(size=lambda: 2))
+    assert sent[0] is x.a
+    assert sent[1] is x.b
+    assert type(whole) is TwoTensor
+    assert whole.shape == (6,)
+    assert [whole.a.tolist(), whole.b.tolist()] == [[0.0] * 3 + [1.0] * 3, [1.0] * 3 + [2.0] * 3]
 
 
 def test_sums_beside_those_of_whole_tensors_are_found_by_numbers_on_the_device(monkeypatch):
