@@ -49,11 +49,11 @@ def all_gathered(x: Tensor, group: Any) -> Tensor:
 def _all_gathered_wrapper(x: Any, group: Any) -> Tensor:
     """The same of a vector that wraps others; `torch.distributed`'s own call waits for one of them.
 
-    They are sent one by one where each is as long: of two functional calls that are under way at a
-    time, gloo's threads corrupt the process's memory (torch 2.13).
+    Several are sent one by one, where each is as long: of two functional calls that are under way
+    at a time, gloo's threads corrupt the process's memory (torch 2.13).
     """
     names, context = x.__tensor_flatten__() if is_traceable_wrapper_subclass(x) else ([], None)
-    if names and all(getattr(x, name).shape == x.shape for name in names):
+    if len(names) > 1 and all(getattr(x, name).shape == x.shape for name in names):
         received = {name: all_gathered(getattr(x, name), group) for name in names}
         length = group.size() * x.numel()
         whole: Tensor = type(x).__tensor_unflatten__(received, context, torch.Size([length]), (1,))

@@ -87,7 +87,7 @@ class AbsentGPU(Driver):
         programs = [*grid, 1, 1][:3]
         assert sizes[:7] == [*programs, threads, 1, 1, kernel.metadata.shared], name
         types = [x for x in kernel.src.signature.items() if x[1] != "constexpr"]
-        for parameter, (argument, kind) in zip(parameters, types, strict=False):
+        for (argument, kind), parameter in zip(types, parameters, strict=False):  # an endless array
             is_address, expected = kind.startswith("*"), given[argument]
             own = ctypes.POINTER(ADDRESS if is_address else NUMBERS[kind])
             arrived = ctypes.cast(parameter, own).contents.value
