@@ -95,6 +95,17 @@ def test_gradients_go_during_the_backward_pass():
     again.remove()
 
 
+def test_a_graph_kept_for_a_second_backward_notices_the_step():
+    """As it would after an unreleased one: the weights are not those of the forward pass."""
+    net = model()
+    optimizer = lowbit_optim.AdamW8bit(net.parameters())
+    release_gradients(optimizer, bucket_bytes=0)
+    loss = net(batch(0)).square().mean()
+    loss.backward(retain_graph=True)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
 def test_a_bucket_that_is_not_full_is_stepped_by_step():
     net = model()
     optimizer = lowbit_optim.AdamW8bit(net.parameters())
