@@ -57,15 +57,13 @@ def of_config(path: Path, config: dict[str, Any], dtype: str) -> Model:
             f"{transformers.__version__} does not know"
         )
     with _saying(f"transformers cannot read {path}:"):
-        settings = transformers.CONFIG_MAPPING[config["model_type"]].from_dict(
-            _without_dtypes(config)
-        )
+        settings = transformers.CONFIG_MAPPING[config["model_type"]].from_dict(_read(config))
     # transformers imports a class when it is asked for it.
     with quiet(), _saying(f"transformers cannot import what {path} names:"):
         make = _class_of(config)
 
     def build() -> nn.Module:
-        model: Any = make(settings)
+        model: Any = make(_part_for(make, settings))
         model.tie_weights()  # transformers 5.0 leaves it undone on the meta device
         return model
 
@@ -76,13 +74,28 @@ def of_config(path: Path, config: dict[str, Any], dtype: str) -> Model:
     return replace(model, notes=(note, *model.notes))
 
 
-def _without_dtypes(config: dict[str, Any]) -> dict[str, Any]:
-    """A configuration without dtypes, which the caller decides; transformers takes few of them."""
-    return {
-        key: _without_dtypes(value) if isinstance(value, dict) else value
-        for key, value in config.items()
-        if key not in ("dtype", "torch_dtype")
-    }
+def _read(value: Any) -> Any:
+    """A configuration with its infinities, for which transformers writes `{"__float__": ...}`.
+
+    And without dtypes, which the caller decides; transformers takes few of them.
+    """
+    if isinstance(value, list):
+        return list(map(_read, value))
+    if not isinstance(value, dict):
+        return value
+    if value.keys() == {"__float__"}:
+        return float(value["__float__"])
+    dtypes = ("dtype", "torch_dtype")
+    return {key: _read(part) for key, part in value.items() if key not in dtypes}
+
+
+def _part_for(make: Callable[[Any], nn.Module], settings: Any) -> Any:
+    """Settings of the part for text, where a class is of that alone; else those of all."""
+    its = getattr(make, "config_class", None)
+    if its is None or isinstance(settings, its):
+        return settings
+    text = settings.get_text_config()
+    return text if isinstance(text, its) else settings
 
 
 def _class_of(config: dict[str, Any]) -> Callable[[Any], nn.Module]:

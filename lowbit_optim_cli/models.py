@@ -28,6 +28,8 @@ BUFFER = re.compile(
     r"(^|\.)(running_(mean|var)|(rotary_emb\.)?inv_freq|freqs_cis|masked_bias|position_ids)$"
     r"|weight_scale(_inv)?$|(^|\.)h\.\d+\.attn\.bias$"
 )
+# Names of numbers of which lists are made; those that are widths of one are not.
+LISTED = re.compile(r"^(?!.*(size|dim)).*(layer|label|depth)")
 # Names that tensors of integers have where they are weights, and those several to a number.
 QUANTIZED = re.compile(r"(weight(_packed)?|_blocks|W_q)$")
 KNOWN = {**decoders.KNOWN, **encoders.KNOWN, **encoder_decoders.KNOWN}
@@ -126,7 +128,7 @@ def _dtype(config: dict[str, Any]) -> Any:
 def _check_sizes(path: Path, config: dict[str, Any]) -> None:
     """Refuse numbers of which lists are made that no memory holds."""
     for key, value in config.items():
-        listed = "layer" in key or "label" in key or "depth" in key
+        listed = bool(LISTED.search(key))
         if isinstance(value, dict):
             _check_sizes(path, value)
         elif type(value) is int and (abs(value) >= 1 << 40 or (listed and value > MOST_LAYERS)):

@@ -318,6 +318,7 @@ def test_a_pipe_is_not_waited_for(tmp_path):
         ('{"model_type": "gpt2", "n_layer": 1000000000}', "n_layer=1000000000; at most 100,000"),
         ('{"model_type": "gpt2", "dtype": [3], "n_head": {"x_layers": 200000}}', "x_layers=200000"),
         ('{"model_type": "gpt2", "num_labels": 1000000000}', "at most 100,000"),
+        ('{"model_type": "gpt2", "layer_size": 100001, "depth": 100001}', " depth=100001; at most"),
         (f'{{"model_type": "gpt2", "n_embd": 1e400, "vocab_size": {2**50}}}', "at most 2^40"),
     ],
 )  # fmt: skip

@@ -256,6 +256,27 @@ def test_a_model_without_a_class_has_no_head(folder):
     assert found["parameters"] == sum(p.numel() for p in model.parameters())
 
 
+@pytest.mark.parametrize(
+    ("config", "part"),
+    [
+        ("Mamba2Config", None),  # with an infinity, which no JSON has
+        ("Gemma3nTextConfig", None),  # with a vocabulary for each layer
+        ("Qwen3_5Config", "text_config"),  # of text and images
+    ],
+)
+def test_configurations_as_transformers_writes_them(tmp_path, config, part):
+    """A file of a model for text is of the part for text, which may be of one for more."""
+    made = getattr(transformers, config)(**{part: {"num_hidden_layers": 2}} if part else {})
+    name = transformers.AutoModelForCausalLM._model_mapping[type(made)]
+    made.architectures = [name.__name__]
+    made.save_pretrained(tmp_path)
+    with torch.device("meta"):
+        model = name(getattr(made, part) if part else made)
+        model.tie_weights()
+    found = estimated(tmp_path)
+    assert found["parameters"] == sum(p.numel() for p in model.parameters())
+
+
 def test_a_transformer_has_a_formula_and_a_measure(folder):
     config = {**CONFIGS["GPT-2 small"], "n_layer": 2, "n_embd": 64, "n_head": 2, "vocab_size": 500}
     formula, measured = estimated(folder(config), "--measure", "2x16")["activations"]
