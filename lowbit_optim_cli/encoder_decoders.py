@@ -23,7 +23,8 @@ def _t5(config: Config) -> Named:
 
 def _t5_stack(config: Config, name: str, layers: int) -> Named:
     _, width, head, inner, _, heads, buckets = (config[key] for key in T5)
-    gated = str(config.get("feed_forward_proj", GATED[config["model_type"]])).startswith("gated-")
+    proj = str(config.get("feed_forward_proj", GATED[config["model_type"]]))
+    gated = config.get("is_gated_act", proj.startswith("gated-"))
     for i in range(layers):
         parts = ["SelfAttention", *(["EncDecAttention"] if name == "decoder" else [])]
         for j, part in enumerate(parts):

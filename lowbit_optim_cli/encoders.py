@@ -186,7 +186,7 @@ KNOWN = {
     },
     **{
         name: Known(
-            "vit", _encoder, VIT, {"pruned_heads": {}, "head_dim": None},
+            "vit", _encoder, (*VIT, "num_attention_heads"), {"pruned_heads": {}, "head_dim": None},
             ("num_channels", "num_labels", "pooler_output_size"),
         )
         for name in ("ViTModel", "ViTForImageClassification")

@@ -114,6 +114,8 @@ VARIANTS = [
       for kind in ("t5", "mt5", "umt5")),
     {**T5, "model_type": "t5", "architectures": ["T5ForConditionalGeneration"],
      "feed_forward_proj": "gated-gelu", "tie_word_embeddings": False, "num_decoder_layers": 3},
+    {**T5, "model_type": "mt5", "architectures": ["MT5ForConditionalGeneration"],
+     "feed_forward_proj": "gated-gelu", "is_gated_act": False},
     *({**BART, "model_type": kind, "architectures": [f"{name}ForConditionalGeneration"]}
       for kind, name in (("bart", "Bart"), ("mbart", "MBart"), ("whisper", "Whisper"))),
     *({**SMALL, "model_type": kind, "architectures": [name]}
@@ -159,6 +161,7 @@ def test_classes_that_are_written_down_are_those_of_transformers():
         {**ENCODER, **VIT, "id2label": {}},
         {**ENCODER, **VIT, "head_dim": 40},
         {**ENCODER, **VIT, "num_labels": 0},
+        {**{key: x for key, x in ENCODER.items() if key != "num_attention_heads"}, **VIT},
         {**BART, "model_type": "mbart", "architectures": ["MBartForConditionalGeneration"],
          "num_hidden_layers": 4},
     ],
