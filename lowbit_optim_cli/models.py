@@ -25,7 +25,8 @@ DTYPES = {"F64": "fp64", "F32": "fp32", "BF16": "bf16", "F16": "fp16"}
 # Names that buffers have in the usual libraries, and scales of fp8: a file does not say what they
 # are.
 BUFFER = re.compile(
-    r"(^|\.)(running_(mean|var)|(rotary_emb\.)?inv_freq|freqs_cis|masked_bias|position_ids)$"
+    r"(^|\.)(running_(mean|var)|(rotary_emb\.)?inv_freq|freqs_cis|masked_bias|position_ids"
+    r"|final_logits_bias|e_score_correction_bias)$"
     r"|weight_scale(_inv)?$|(^|\.)h\.\d+\.attn\.bias$"
 )
 # Names of numbers of which lists are made; those that are widths of one are not.

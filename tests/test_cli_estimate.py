@@ -156,11 +156,12 @@ def test_a_safetensors_file_is_known_by_its_header(tmp_path):
     path = safetensors(
         tmp_path / "model.safetensors",
         {"wte.weight": ("BF16", [100, 64]), "w": ("BF16", [64, 64]), "ids": ("I64", [5]),
-         "bn.running_mean": ("F32", [64]), "norm": ("F32", [64])},
+         "bn.running_mean": ("F32", [64]), "norm": ("F32", [64]),
+         "final_logits_bias": ("F32", [1, 100]), "gate.e_score_correction_bias": ("F32", [8])},
     )  # fmt: skip
     found = estimated(path)
     assert found["parameters"] == 100 * 64 + 64 * 64 + 64
-    assert found["notes"] == ["2 tensors left out as buffers, as ids"]
+    assert found["notes"] == ["4 tensors left out as buffers, as ids"]
     assert found["rows"][0]["weights"] == 2 * (100 * 64 + 64 * 64) + 4 * 64
     as_fp32 = estimated(path, "--dtype", "fp32", "--optimizer", "AdamW8bit")["rows"][0]
     in_32 = estimated(path, "--dtype", "fp32", "--optimizer", "AdamW8bit", "--embeddings-32")
