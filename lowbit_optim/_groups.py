@@ -76,7 +76,7 @@ def parameter_groups(
     for name, p in trained:
         embedding = p in embeddings
         weight = p.ndim >= 2 and p not in norms and not _is_bias(name)
-        decays = (decay_embeddings if embedding else weight) and name not in excluded
+        decays = weight and (decay_embeddings or not embedding) and name not in excluded
         groups.setdefault((embedding, decays), []).append((name, p) if named else p)
     bits = {} if embedding_bits is None else {"optim_bits": embedding_bits}
     return [
@@ -98,9 +98,9 @@ def parameters_in(model: nn.Module, module_types: tuple[type[nn.Module], ...]) -
 
 
 def _is_bias(name: str) -> bool:
-    """Whether a name is a bias's, as `bias`, `bias_ih_l0` and `in_proj_bias` are."""
+    """Whether a name is a bias's, as `bias`, `bias_ih_l0`, `in_proj_bias` and `pos_bias_u` are."""
     last = name.rpartition(".")[2]
-    return last.startswith("bias") or last.endswith("bias")
+    return last.startswith("bias") or last.endswith("bias") or "_bias_" in last
 
 
 def _matching(names: list[str], patterns: Iterable[str]) -> set[str]:

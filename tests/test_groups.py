@@ -22,6 +22,7 @@ class Model(nn.Module):
         self.conv = nn.Conv2d(3, 4, 3)
         self.norms = nn.ModuleList([nn.BatchNorm2d(4), nn.GroupNorm(2, 4), nn.RMSNorm((2, 3))])
         self.scale = nn.Parameter(torch.ones(()))
+        self.pos_bias_u = nn.Parameter(torch.zeros(2, 4))  # a Transformer-XL's
         self.head = nn.Linear(8, 50)
         self.head.weight = self.embedding.weight
         self.frozen = nn.Linear(8, 8).requires_grad_(False)
@@ -90,6 +91,14 @@ def test_a_parametrized_embedding_is_one():
     weight = "0.parametrizations.weight"
     assert embedding == {f"{weight}.original0", f"{weight}.original1"}
     assert settings["optim_bits"] == 32
+
+
+def test_the_norm_within_an_embedding_does_not_decay():
+    model = nn.Embedding(50, 8)
+    model.norm = nn.RMSNorm(8)
+    weight, norm = named(model, weight_decay=0.1)
+    assert weight == ({"weight"}, {"weight_decay": 0.1, "optim_bits": 32})
+    assert norm == ({"norm.weight"}, {"weight_decay": 0.0, "optim_bits": 32})
 
 
 def test_names_without_decay():
