@@ -28,6 +28,7 @@ REASONS = {
     "none",
     "_apply(): Couldn't swap": "its code casts the model after it is made, which fake tensors do "
     "not allow; leave that out and give the dtype, as in --dtype bf16",
+    "Expected inputs of BF16 type": "torch multiplies fake experts in bf16 alone: --dtype bf16",
 }
 GENERAL = (
     "Activations are not in the table: of a transformer of L layers of width h with a heads, for "

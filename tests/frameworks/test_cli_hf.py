@@ -288,6 +288,15 @@ def test_a_transformer_has_a_formula_and_a_measure(folder):
     assert gigabytes * 1e9 + 1e6 >= 2 * 16 * 500 * 4
 
 
+def test_experts_are_measured_in_bf16(folder):
+    config = {**SMALL, **EXPERTS, "model_type": "mixtral", "architectures": ["MixtralForCausalLM"]}
+    assert "fake experts in bf16 alone: --dtype bf16" in refused(
+        "estimate", folder(config), "--dtype", "fp32", "--measure", "2x16"
+    )
+    measured = estimated(folder(config), "--dtype", "bf16", "--measure", "2x16")["activations"]
+    assert any("at their peak: " in line for line in measured)
+
+
 @pytest.mark.parametrize(
     ("config", "said"),
     [
