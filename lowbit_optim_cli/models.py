@@ -15,7 +15,12 @@ from .footprint import TORCH_DTYPES, Model, Weight
 from .headers import Entry, read_header, read_index, read_json
 from .known import EMBEDDING, known_weights
 
-INDEX, SINGLE, CONFIG = "model.safetensors.index.json", "model.safetensors", "config.json"
+CONFIG = "config.json"
+# What a folder is taken for, in this order: a configuration of diffusers is none of transformers.
+FILES = (
+    "diffusion_pytorch_model.safetensors.index.json", "diffusion_pytorch_model.safetensors",
+    CONFIG, "model.safetensors.index.json", "model.safetensors",
+)  # fmt: skip
 MOST_ELEMENTS = 1 << 50
 MOST_LAYERS = 100_000  # also of labels and whatever else a configuration makes lists of
 SIZE = "[0-9]{1,18}"
@@ -78,10 +83,10 @@ def _read(text: str, dtype: str | None, build: bool) -> Model:
 
 def _of_path(path: Path, dtype: str | None, build: bool) -> Model:
     if path.is_dir():
-        for name in (CONFIG, INDEX, SINGLE):
+        for name in FILES:
             if (path / name).is_file():
                 return _of_path(path / name, dtype, build)
-        raise Refused(f"the folder {path} has no {CONFIG}, {INDEX} or {SINGLE}")
+        raise Refused(f"the folder {path} has no {', '.join(FILES[:-1])} or {FILES[-1]}")
     if not path.is_file():  # a pipe may never end
         raise Refused(f"{path} is no file; MODEL is {TAKEN}")
     if path.name.endswith(".index.json"):
@@ -96,6 +101,8 @@ def _of_path(path: Path, dtype: str | None, build: bool) -> Model:
 def _of_config(path: Path, dtype: str | None, build: bool) -> Model:
     """The model of a Hugging Face configuration, by its sizes or built by transformers."""
     config = read_json(path)
+    if isinstance(config, dict) and "_diffusers_version" in config:
+        raise Refused(f"{path} is of diffusers; give the safetensors file of its weights")
     if not isinstance(config, dict) or not isinstance(config.get("model_type"), str):
         raise Refused(f"{path} has no 'model_type'; it is not a configuration of transformers")
     _check_sizes(path, config)

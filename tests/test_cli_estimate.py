@@ -169,6 +169,15 @@ def test_a_safetensors_file_is_known_by_its_header(tmp_path):
     assert more == 100 * 64 * 8 - 100 * (64 * 2 + 8)
 
 
+def test_a_folder_of_diffusers_is_known_by_its_weights(tmp_path):
+    config = tmp_path / "config.json"
+    config.write_text('{"_class_name": "UNet2DModel", "_diffusers_version": "0.35.1"}')
+    for name in (tmp_path, config):
+        assert "is of diffusers; give the safetensors file" in refused("estimate", name)
+    safetensors(tmp_path / "diffusion_pytorch_model.safetensors", {"w": ("F16", [64, 64])})
+    assert estimated(tmp_path)["parameters"] == 64 * 64
+
+
 @pytest.mark.parametrize("prefix", ["", "transformer."])
 def test_masks_of_gpt_2_s_attention_are_buffers(tmp_path, prefix):
     """In floats where code as nanoGPT's keeps them; what attention adds has other names."""
@@ -293,7 +302,7 @@ def test_models_without_a_use_are_refused(tmp_path):
     assert "has no parameters to train" in refused("estimate", "0x4")
     assert "at most 2^50" in refused("estimate", "9999999999x9999999999")
     assert "at most 2^50" in refused("estimate", "x".join(["9" * 18] * 400))
-    assert "has no config.json" in refused("estimate", tmp_path)
+    assert "has no diffusion_pytorch_model.safetensors" in refused("estimate", tmp_path)
     (tmp_path / "model.bin").write_bytes(b"")
     assert "is no model; MODEL is" in refused("estimate", tmp_path / "model.bin")
     assert "no embedding is known" in refused("estimate", "4x4", "--embeddings-32")
