@@ -1,5 +1,6 @@
 """What depends on what a device can do, or is doing, without such a device."""
 
+from textwrap import dedent
 from types import SimpleNamespace
 
 import pytest
@@ -12,6 +13,7 @@ from lowbit_optim_kernels import devices, dispatch
 from lowbit_optim_kernels.engines import registry as engines
 from lowbit_optim_kernels.engines import torch as torch_engine
 from lowbit_optim_kernels.formats.dynamic8 import DYNAMIC8
+from protocol import python
 
 WIDE = pytest.mark.parametrize("wide", [True, False])
 XPU = torch.device("xpu", 7)
@@ -25,6 +27,7 @@ def xpu(wide, monkeypatch):
     monkeypatch.setattr(torch.xpu, "is_available", lambda: True)
     monkeypatch.setattr(torch.xpu, "get_device_properties", lambda device: properties)
     monkeypatch.setenv("TRITON_INTERPRET", "0")
+    monkeypatch.setattr(engines, "_without_launcher", lambda kind: None)  # of which there is none
     devices.has_fp64.cache_clear()
     dispatch._resolve.cache_clear()
     yield XPU
@@ -46,6 +49,28 @@ def test_triton_refuses_a_gpu_without_fp64(xpu, wide):
     assert choice.name == ("triton" if wide else "torch")
     assert wide or choice.reason == engines.TRITON.refusal(xpu, torch.float32).reason
     assert wide or "fp64, which this GPU lacks" in choice.reason
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU, and what it needs")
+def test_triton_is_not_asked_where_it_cannot_build_its_launcher(tmp_path):
+    """As in an image without a C compiler: there the torch engine steps in, with a warning."""
+    pytest.importorskip("triton", minversion="3.4")
+    script = """
+        import pytest, torch
+        from lowbit_optim_kernels import dispatch
+        torch.cuda.is_available = lambda: True
+        cannot = "triton cannot build its launcher in C: RuntimeError: Failed to find C compiler"
+        with pytest.warns(RuntimeWarning, match=f"slower torch engine: {cannot}"):
+            assert dispatch.choose("auto", "", torch.device("cuda"), torch.float32).name == "torch"
+        with pytest.raises(RuntimeError, match=cannot):
+            dispatch.choose("triton", "", torch.device("cuda"), torch.float32)
+    """
+    (tmp_path / "libcuda.so.1").touch()  # which its build looks for first
+    absent, own = str(tmp_path / "no"), str(tmp_path)
+    python(
+        dedent(script), CC=None, PATH=absent, TRITON_INTERPRET="0", TRITON_LIBCUDA_PATH=own,
+        TRITON_CACHE_DIR=own,
+    )  # fmt: skip
 
 
 @pytest.mark.parametrize("kind", ["cuda", "xpu"])

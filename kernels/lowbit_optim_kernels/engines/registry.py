@@ -10,10 +10,12 @@ import importlib
 import importlib.util
 import inspect
 import os
+import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache, cached_property
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -159,6 +161,21 @@ def _triton_declines(device: torch.device, dtype: torch.dtype) -> Refusal | None
         return Refusal(
             "the triton engine computes a tensor's own numbers in fp64, which this GPU lacks"
         )
+    return _without_launcher(device.type)
+
+
+@cache
+def _without_launcher(kind: str) -> Refusal | None:
+    """Why Triton launches nothing on devices that are there: as it compiles what does that in C."""
+    if not torch.get_device_module(kind).is_available():
+        return None
+    from triton.runtime.driver import driver
+
+    try:
+        uninterrupted(attrgetter("active.get_current_target"), driver)
+    except (*_BROKEN, AssertionError, subprocess.SubprocessError) as error:
+        reason = f"triton cannot build its launcher in C: {type(error).__name__}: {error}"
+        return Refusal(reason, warn=True)
     return None
 
 
