@@ -7,7 +7,9 @@ the tensors are mapped, so that none of them is read before it is wanted.
 
 from __future__ import annotations
 
+import argparse
 import importlib
+import pathlib
 import pickletools
 import zipfile
 from collections.abc import Iterator, Mapping
@@ -24,6 +26,15 @@ from .errors import Refused, quiet, sentence
 MOST_PICKLE = 64 << 20  # of the pickle, of which a tensor takes some 300 bytes
 MOST_DEPTH = 4  # of dicts and lists in which an optimizer's state is looked for
 TENSOR_CLASSES = ("torchao",)  # packages whose tensors are of classes of their own
+# Classes of plain values that torch takes for code; since Python 3.13 paths have another module.
+PLAIN: list[Any] = [
+    (argparse.Namespace, "argparse.Namespace"),
+    *(
+        (getattr(pathlib, name), f"{module}.{name}")
+        for name in ("PosixPath", "WindowsPath", "PurePosixPath", "PureWindowsPath")
+        for module in ("pathlib", "pathlib._local")
+    ),
+]
 ENCRYPTED = 1  # of a zip entry's flags
 ALLOCATES = {"bytearray"}  # of the names that torch takes, what fills memory by a number alone
 
@@ -59,7 +70,7 @@ def read(path: Path) -> Any:
         if any(module.partition(".")[0] == package for module, _ in names):
             _import(package, path)
     try:
-        with quiet():
+        with quiet(), torch.serialization.safe_globals(PLAIN):
             return torch.load(path, map_location="cpu", weights_only=True, mmap=True)
     except UnpicklingError:
         raise Refused(f"the pickle in {path} {_fault(path)}; it is not executed") from None
@@ -73,7 +84,9 @@ def _fault(path: Path) -> str:
         unsafe = torch.serialization.get_unsafe_globals_in_checkpoint(str(path))
     except Exception:  # noqa: BLE001  # it knows no other instructions than those of torch.save
         return "is damaged, or was saved with a pickle_protocol that is not torch.save's own, 2"
-    return f"asks for {', '.join(unsafe)}" if unsafe else "is damaged"
+    plain = {name for _, name in PLAIN}
+    asked = [name for name in unsafe if name not in plain]
+    return f"asks for {', '.join(asked)}" if asked else "is damaged"
 
 
 def _names(path: Path) -> list[tuple[str, str]]:

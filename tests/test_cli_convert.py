@@ -5,6 +5,8 @@ and have no header.
 """
 
 import re
+from argparse import Namespace
+from pathlib import Path, PureWindowsPath
 
 import pytest
 import torch
@@ -220,6 +222,21 @@ def test_a_format_is_refused_by_the_moments_that_there_are(tmp_path, cls, option
     of = "--optimizer", cls.__name__
     said = refused("convert", run, tmp_path / "new.pt", "--to", "lowbit", "--format", "ratio4", *of)
     assert said.endswith(f"its moments are {moments}")
+
+
+def test_options_and_paths_beside_a_state_are_kept(tmp_path):
+    """A checkpoint of timm has the options of its run; code is refused where they hold it, too."""
+    optimizer = stepped(lowbit_optim.AdamW8bit, "AdamW")
+    args = Namespace(lr=0.1, data=Path("images"), log=PureWindowsPath("log"))
+    torch.save({"optimizer": optimizer.state_dict(), "args": args}, tmp_path / "run.pt")
+    assert run("convert", tmp_path / "run.pt", tmp_path / "new.pt", "--to", "torch").exit_code == 0
+    new = torch.load(tmp_path / "new.pt", weights_only=False)
+    assert_equal(new["optimizer"], lowbit_optim.to_torch_state_dict(optimizer))
+    assert new["args"] == args
+    args.code = open
+    torch.save({"optimizer": optimizer.state_dict(), "args": args}, tmp_path / "run.pt")
+    said = refused("inspect", tmp_path / "run.pt")
+    assert said.endswith(f"asks for {open.__module__}.open; it is not executed")
 
 
 def test_a_state_that_a_file_holds_twice_is_converted_at_both_places(tmp_path):
