@@ -243,7 +243,8 @@ def inspect(
     """Print what a checkpoint holds."""
     from . import inspection
 
-    reports = inspection.inspect(_there(checkpoint))
+    checkpoint = _there(checkpoint)
+    reports = inspection.inspect(checkpoint)
     if as_json:
         typer.echo(inspection.as_json(checkpoint, reports))
     else:
@@ -310,7 +311,11 @@ def compare(
 
 
 def _there(path: Path) -> Path:
-    """A path that a checkpoint may be at; a device or a pipe may never end."""
+    """Where a checkpoint may be; of a folder of the Trainer or accelerate the optimizer's file.
+
+    A device or a pipe may never end.
+    """
     if not (path.is_file() or path.is_dir()):
         raise Refused(f"there is no file or folder {str(path)!r}")
-    return path
+    files = [path / name for name in ("optimizer.pt", "optimizer.bin")]
+    return next((file for file in files if file.is_file()), path)

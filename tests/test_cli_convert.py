@@ -239,6 +239,20 @@ def test_options_and_paths_beside_a_state_are_kept(tmp_path):
     assert said.endswith(f"asks for {open.__module__}.open; it is not executed")
 
 
+@pytest.mark.parametrize("name", ["optimizer.pt", "optimizer.bin"])
+def test_a_folder_of_the_trainer_or_accelerate_is_its_optimizer_s(tmp_path, name):
+    optimizer = stepped(lowbit_optim.AdamW8bit, "AdamW")
+    (tmp_path / "checkpoint-5").mkdir()
+    torch.save(optimizer.state_dict(), tmp_path / "checkpoint-5" / name)
+    (state,) = inspected(tmp_path / "checkpoint-5")
+    assert state["summary"].startswith("lowbit_optim AdamW, ")
+    assert f"{name}, the file itself: " in run("inspect", tmp_path / "checkpoint-5").stdout
+    said = run("convert", tmp_path / "checkpoint-5", tmp_path / "new.pt", "--to", "torch")
+    assert said.exit_code == 0
+    new = torch.load(tmp_path / "new.pt", weights_only=True)
+    assert_equal(new, lowbit_optim.to_torch_state_dict(optimizer))
+
+
 def test_a_state_that_a_file_holds_twice_is_converted_at_both_places(tmp_path):
     optimizer = stepped(lowbit_optim.AdamW8bit, "AdamW")
     state = optimizer.state_dict()
