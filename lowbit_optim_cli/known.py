@@ -18,8 +18,9 @@ Config = dict[str, Any]
 Named = Iterator[tuple[str, tuple[int, ...]]]
 # Names that embeddings have in the usual libraries; one of them is that of a tied head.
 EMBEDDING = re.compile(
-    r"(^|\.)(embed_(tokens|in|positions)|tok_embeddings|\w*(word|position|type)_embeddings|wte|wpe"
-    r"|shared|relative_attention_bias|lm_head\.decoder)\.weight$"
+    r"(^|\.)(embed_(tokens|in|positions)|(tokens|positions|pos)_embed|tok_embeddings|embeddings?"
+    r"|\w*(word|position|type|distance|input)_embeddings?|wte|wpe|shared|relative_attention_bias"
+    r"|lm_head\.decoder)\.weight$"
 )
 HEADS = (
     ("num_attention_heads", "hidden_size"), ("n_head", "n_embd"), ("n_heads", "dim"),

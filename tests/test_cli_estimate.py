@@ -188,7 +188,9 @@ def test_masks_of_gpt_2_s_attention_are_buffers(tmp_path, prefix):
 
 def test_embeddings_of_a_file_are_known_by_their_names(tmp_path):
     names = ("wte", "gpt_neox.embed_in", "decoder.embed_positions", "relative_attention_bias")
-    tensors = {f"{name}.weight": ("F32", [4, 4]) for name in (*names, "mlp.embed_out")}
+    names = (*names, "rwkv.embeddings", "embeddings.position_embedding", "tokens_embed")
+    others = ("mlp.embed_out", "embeddings.patch_embedding")
+    tensors = {f"{name}.weight": ("F32", [4, 4]) for name in (*names, *others)}
     model = models.read_model(str(safetensors(tmp_path / "model.safetensors", tensors)))
     assert [w.name for w in model.weights if w.embedding] == [f"{name}.weight" for name in names]
 
