@@ -237,7 +237,9 @@ def estimate(
 
 @app.command(help=INSPECT)
 def inspect(
-    checkpoint: Annotated[Path, typer.Argument(help="torch.save's file, safetensors, DCP folder")],
+    checkpoint: Annotated[
+        Path, typer.Argument(help="torch.save's file, safetensors, Trainer's or DCP folder")
+    ],
     as_json: AsJson = False,
 ) -> None:
     """Print what a checkpoint holds."""
@@ -253,7 +255,9 @@ def inspect(
 
 @app.command(help=CONVERT)
 def convert(
-    source: Annotated[Path, typer.Argument(metavar="IN", help="a file that torch.save wrote")],
+    source: Annotated[
+        Path, typer.Argument(metavar="IN", help="torch.save's file, Trainer's folder")
+    ],
     target: Annotated[Path, typer.Argument(metavar="OUT", help="the file to write, a new one")],
     to: Annotated[Library, typer.Option(help="whose state it is to be")],
     optimizer: Annotated[

@@ -57,7 +57,7 @@ def of_config(path: Path, config: dict[str, Any], dtype: str) -> Model:
             f"{transformers.__version__} does not know"
         )
     with _saying(f"transformers cannot read {path}:"):
-        settings = transformers.CONFIG_MAPPING[config["model_type"]].from_dict(_read(config))
+        settings = transformers.CONFIG_MAPPING[config["model_type"]].from_dict(_decoded(config))
     # transformers imports a class when it is asked for it.
     with quiet(), _saying(f"transformers cannot import what {path} names:"):
         make = _class_of(config)
@@ -74,19 +74,19 @@ def of_config(path: Path, config: dict[str, Any], dtype: str) -> Model:
     return replace(model, notes=(note, *model.notes))
 
 
-def _read(value: Any) -> Any:
+def _decoded(value: Any) -> Any:
     """A configuration with its infinities, for which transformers writes `{"__float__": ...}`.
 
     And without dtypes, which the caller decides; transformers takes few of them.
     """
     if isinstance(value, list):
-        return list(map(_read, value))
+        return list(map(_decoded, value))
     if not isinstance(value, dict):
         return value
     if value.keys() == {"__float__"}:
         return float(value["__float__"])
     dtypes = ("dtype", "torch_dtype")
-    return {key: _read(part) for key, part in value.items() if key not in dtypes}
+    return {key: _decoded(part) for key, part in value.items() if key not in dtypes}
 
 
 def _part_for(make: Callable[[Any], nn.Module], settings: Any) -> Any:

@@ -268,7 +268,7 @@ def test_a_model_without_a_class_has_no_head(folder):
     ],
 )
 def test_configurations_as_transformers_writes_them(tmp_path, config, part):
-    """A file of a model for text is of the part for text, which may be of one for more."""
+    """A class for text alone is built of the part for text, where a configuration has more."""
     made = getattr(transformers, config)(**{part: {"num_hidden_layers": 2}} if part else {})
     name = transformers.AutoModelForCausalLM._model_mapping[type(made)]
     made.architectures = [name.__name__]
