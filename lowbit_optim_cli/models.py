@@ -16,10 +16,11 @@ from .headers import Entry, read_header, read_index, read_json
 from .known import EMBEDDING, known_weights
 
 CONFIG = "config.json"
+ADAPTER = "adapter_model.safetensors"  # of peft
 # What a folder is taken for, in this order: a configuration of diffusers is none of transformers.
 FILES = (
     "diffusion_pytorch_model.safetensors.index.json", "diffusion_pytorch_model.safetensors",
-    CONFIG, "model.safetensors.index.json", "model.safetensors",
+    CONFIG, "model.safetensors.index.json", "model.safetensors", ADAPTER,
 )  # fmt: skip
 MOST_ELEMENTS = 1 << 50
 MOST_LAYERS = 100_000  # also of labels and whatever else a configuration makes lists of
@@ -94,7 +95,9 @@ def _of_path(path: Path, dtype: str | None, build: bool) -> Model:
     if path.suffix == ".json":
         return _of_config(path, dtype, build)
     if path.suffix == ".safetensors":
-        return _of_entries(str(path), read_header(path), dtype)
+        model = _of_entries(str(path), read_header(path), dtype)
+        on_top = "An adapter alone: the frozen weights of the model that it adapts come on top"
+        return replace(model, notes=(*model.notes, on_top)) if path.name == ADAPTER else model
     raise Refused(f"{path} is no model; MODEL is {TAKEN}")
 
 

@@ -9,6 +9,7 @@ from peft import LoraConfig, get_peft_model
 from peft.optimizers import create_loraplus_optimizer
 
 from lowbit_optim import LARS_PRESETS, AdamW, AdamW8bit, LARS8bit
+from test_cli_estimate import estimated
 from tiny import Sequences, bits_of, gpt2
 
 STEPS = 12
@@ -83,3 +84,12 @@ def test_loraplus_takes_a_class_whose_name_says_no_bits(monkeypatch):
     assert {bits_of(optimizer, p) for p in optimizer.state} == {8}
     with pytest.raises(ImportError, match="bitsandbytes"):
         create_loraplus_optimizer(model, AdamW8bit, **options)
+
+
+def test_an_adapter_s_folder_is_estimated_by_what_is_trained(tmp_path):
+    model = adapted()
+    model.save_pretrained(tmp_path)
+    found = estimated(tmp_path)
+    assert found["parameters"] == sum(p.numel() for p in model.parameters() if p.requires_grad)
+    (note,) = found["notes"]
+    assert note.endswith("the frozen weights of the model that it adapts come on top")
