@@ -15,10 +15,9 @@ import lowbit_optim
 from lowbit_optim import EngineChoice, engine_for, use_engine
 from lowbit_optim_kernels import dispatch
 from lowbit_optim_kernels.engines import registry as engines
-from protocol import identical, parameters, python, snapshot, train
+from protocol import parameters, python, train
 
 pytest.importorskip("numba")
-from lowbit_optim_kernels.engines.numba import threads as numba_threads
 from lowbit_optim_kernels.engines.numba import vector
 
 VARIABLE = "LOWBIT_OPTIM_ENGINE"
@@ -335,33 +334,6 @@ def test_the_engine_may_change_between_steps():
     train(other, 4)
     for p, q in zip(*(o.param_groups[0]["params"] for o in (optimizer, other)), strict=True):
         torch.testing.assert_close(p, q, rtol=1e-3, atol=1e-3)
-
-
-def test_neither_the_number_nor_the_kind_of_threads_changes_a_bit(monkeypatch):
-    """torch's OpenMP team, and the pool that takes its place where there is none."""
-    shapes = [(300, 400), (70_000,), (5,)]  # large enough to be shared out
-    results = []
-    before = torch.get_num_threads()
-    try:
-        for threads, team in ((1, True), (2, True), (5, True), (2, False), (5, False)):
-            torch.set_num_threads(threads)
-            optimizer = lowbit_optim.LARS8bit(
-                parameters(shapes=shapes), lr=0.1, momentum=0.9, trust_coefficient=0.02
-            )
-            with monkeypatch.context() as patch:
-                if not team:
-                    patch.setattr(numba_threads, "_openmp", lambda: None)
-                results.append(snapshot(train(optimizer, 2)))
-    finally:
-        torch.set_num_threads(before)
-    for other in results[1:]:
-        assert identical(results[0], other)
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="torch's OpenMP differs on other systems")
-def test_torch_has_an_openmp_team():
-    """Without it a step with several threads is slow after a backward pass."""
-    assert numba_threads._openmp() is not None
 
 
 def test_a_triton_that_cannot_compile_the_kernels_is_not_asked_to(monkeypatch):

@@ -161,12 +161,15 @@ if hasattr(os, "register_at_fork"):
 def _openmp() -> tuple[Any, int] | None:
     """`GOMP_parallel` and the address of `omp_get_thread_num` of torch's OpenMP library, or None.
 
-    GNU's and LLVM's libraries have both, and Intel's. A symbol that is looked up in libtorch_cpu is
-    also looked for in the libraries that it depends on.
+    GNU's and LLVM's libraries have both, and Intel's. They are looked for as the linker does it for
+    torch: first among all that the process has in common, where one is that was preloaded (PyTorch
+    advises Intel's on CPUs, whose main thread may then be bound to one core, and with it whatever
+    team of another library it made); then in the libraries that libtorch_cpu depends on.
     """
     path = Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"
     try:
-        library = ctypes.CDLL(str(path))
+        of_torch, in_common = ctypes.CDLL(str(path)), ctypes.CDLL(None)
+        library = in_common if hasattr(in_common, "GOMP_parallel") else of_torch
         parallel, number = library.GOMP_parallel, library.omp_get_thread_num
     except (OSError, AttributeError):
         return None
