@@ -57,7 +57,8 @@ def _weights(optimizer: LowBitOptimizer) -> Iterator[tuple[Name, Tensor]]:
 
 @torch.no_grad()
 def load_master_weights(
-    optimizer: LowBitOptimizer, weights: Mapping[Name, Tensor] | Iterable[Tensor]
+    optimizer: LowBitOptimizer,
+    weights: Mapping[Name, Tensor] | Iterable[tuple[Name, Tensor]] | Iterable[Tensor],
 ) -> None:
     """Set parameters, and what is kept beside them, to weights of more bits.
 
@@ -65,8 +66,8 @@ def load_master_weights(
 
     Args:
         optimizer: any of this package.
-        weights: by name or number, as `master_weights` gives them, or a tensor for each parameter
-            in order; each of the parameter's shape, whole or placed as the parameter is.
+        weights: by name or number, as a dict or as pairs that `master_weights` gives, or a tensor
+            for each parameter in order; each of the parameter's shape, whole or placed as it is.
 
     Raises:
         ValueError, TypeError: for a weight that is missing, is none's, has another shape or mesh or
@@ -180,21 +181,38 @@ def _named(optimizer: LowBitOptimizer) -> Iterator[tuple[Name, Tensor, Mapping[s
 def _in_order(weights: Any, names: list[Name]) -> list[Any]:
     """A weight for each parameter; `names` are theirs."""
     if isinstance(weights, Mapping):
-        given = dict(weights)
-        missing, extra = [n for n in names if n not in given], given.keys() - set(names)
-        if missing or extra:
-            which = f"lack {missing}" if missing else f"have {sorted(map(str, extra))} beside them"
-            raise ValueError(f"weights must have one tensor for each parameter; they {which}")
-        shared = [name for name, count in Counter(names).items() if count > 1]
-        if shared:
-            raise ValueError(
-                f"weights must be in order, not by name, as several parameters are called {shared}"
-            )
-        return [given[name] for name in names]
+        return _by_name(dict(weights), names)
     _checks.several("weights", weights, "tensors, in order or by name")
-    tensors = list(weights)
-    if len(tensors) != len(names):
+    given = list(weights)
+    if given and all(map(_is_named, given)):
+        named = [name for name, _ in given]
+        if named != names:
+            _refuse_shared(named)
+            return _by_name(dict(given), names)
+        given = [weight for _, weight in given]
+    if len(given) != len(names):
         raise ValueError(
-            f"weights must have one tensor for each of {len(names)} parameters; got {len(tensors)}"
+            f"weights must have one tensor for each of {len(names)} parameters; got {len(given)}"
         )
-    return tensors
+    return given
+
+
+def _is_named(weight: Any) -> bool:
+    return isinstance(weight, tuple) and len(weight) == 2 and isinstance(weight[0], (str, int))
+
+
+def _by_name(weights: dict[Any, Any], names: list[Name]) -> list[Any]:
+    missing, extra = [n for n in names if n not in weights], weights.keys() - set(names)
+    if missing or extra:
+        which = f"lack {missing}" if missing else f"have {sorted(map(str, extra))} beside them"
+        raise ValueError(f"weights must have one tensor for each parameter; they {which}")
+    _refuse_shared(names)
+    return [weights[name] for name in names]
+
+
+def _refuse_shared(names: list[Name]) -> None:
+    shared = [name for name, count in Counter(names).items() if count > 1]
+    if shared:
+        raise ValueError(
+            f"weights must be in order, not by name, as several parameters are called {shared}"
+        )
