@@ -38,6 +38,8 @@ No pickle is executed, and tensors are not read.
   lowbit-optim inspect checkpoint.pt
 
   lowbit-optim inspect folder/of/a/distributed/checkpoint
+
+  lowbit-optim inspect lightning.ckpt --skip-objects
 """
 CONVERT = """
 Write a checkpoint's optimizer state as another library's.
@@ -240,13 +242,16 @@ def inspect(
     checkpoint: Annotated[
         Path, typer.Argument(help="torch.save's file, safetensors, Trainer's or DCP folder")
     ],
+    skip_objects: Annotated[
+        bool, typer.Option("--skip-objects", help="read it without the code that it asks for")
+    ] = False,
     as_json: AsJson = False,
 ) -> None:
     """Print what a checkpoint holds."""
     from . import inspection
 
     checkpoint = _there(checkpoint)
-    reports = inspection.inspect(checkpoint)
+    reports = inspection.inspect(checkpoint, skip_objects)
     if as_json:
         typer.echo(inspection.as_json(checkpoint, reports))
     else:

@@ -39,6 +39,28 @@ ENCRYPTED = 1  # of a zip entry's flags
 ALLOCATES = {"bytearray"}  # of the names that torch takes, what fills memory by a number alone
 
 
+class Skipped:
+    """What stands in a checkpoint for an object that is not made; it keeps nothing of it."""
+
+    def __init__(self, *_: object) -> None:
+        pass
+
+    def __setstate__(self, _: object) -> None:
+        pass
+
+
+def _dict(*_: object) -> dict[Any, Any]:
+    return {}
+
+
+def _list(*_: object) -> list[Any]:
+    return []
+
+
+# In place of containers, into which the reader puts what they hold.
+CONTAINERS: dict[str, Any] = {"collections.defaultdict": _dict, "collections.deque": _list}
+
+
 @dataclass(frozen=True)
 class Found:
     """An optimizer's state dict in a checkpoint.
@@ -57,8 +79,13 @@ class Found:
         return "".join(f"[{key!r}]" for key in self.path) or "the file itself"
 
 
-def read(path: Path) -> Any:
+def read(path: Path, skip: bool | None = None) -> Any:
     """Content of a file that `torch.save` wrote, its tensors mapped from it.
+
+    Args:
+        path: of the file.
+        skip: whether `Skipped` takes the place of what it asks for beside tensors and plain values;
+            None where a user has no choice.
 
     Raises:
         Refused: if it is no such file, is cut off, or asks for code to be run.
@@ -69,24 +96,43 @@ def read(path: Path) -> Any:
     for package in TENSOR_CLASSES:
         if any(module.partition(".")[0] == package for module, _ in names):
             _import(package, path)
+    taken = PLAIN
+    if skip:
+        asked = objects(path) or ()
+        taken = [*PLAIN, *((CONTAINERS.get(name, Skipped), name) for name in asked)]
     try:
-        with quiet(), torch.serialization.safe_globals(PLAIN):
+        with quiet(), torch.serialization.safe_globals(taken):
             return torch.load(path, map_location="cpu", weights_only=True, mmap=True)
     except UnpicklingError:
-        raise Refused(f"the pickle in {path} {_fault(path)}; it is not executed") from None
+        raise _not_executed(path, choice=skip is False) from None
     except Exception as error:  # noqa: BLE001  # what a damaged pickle does to its reader
         raise Refused(f"{path} cannot be read: {sentence(error)}") from None
 
 
-def _fault(path: Path) -> str:
-    """What torch's restricted reader does not take of a checkpoint's pickle."""
+def objects(path: Path) -> list[str] | None:
+    """What a checkpoint asks for beside tensors and plain values; None if that is not to be read.
+
+    It is read by instructions that `torch.save` writes, and by no others.
+    """
     try:
-        unsafe = torch.serialization.get_unsafe_globals_in_checkpoint(str(path))
-    except Exception:  # noqa: BLE001  # it knows no other instructions than those of torch.save
-        return "is damaged, or was saved with a pickle_protocol that is not torch.save's own, 2"
+        asked = torch.serialization.get_unsafe_globals_in_checkpoint(str(path))
+    except Exception:  # noqa: BLE001  # of any kind, for a pickle of any other
+        return None
     plain = {name for _, name in PLAIN}
-    asked = [name for name in unsafe if name not in plain]
-    return f"asks for {', '.join(asked)}" if asked else "is damaged"
+    return sorted(name for name in asked if name not in plain)
+
+
+def _not_executed(path: Path, choice: bool) -> Refused:
+    """The refusal of what torch's restricted reader does not take of a checkpoint's pickle."""
+    asked, more = objects(path), ""
+    if asked is None:
+        fault = "is damaged, or was saved with a pickle_protocol that is not torch.save's own, 2"
+    elif not asked:
+        fault = "is damaged"
+    else:
+        fault = f"asks for {', '.join(asked)}"
+        more = "; --skip-objects reads the rest" if choice else ""
+    return Refused(f"the pickle in {path} {fault}; it is not executed{more}")
 
 
 def _names(path: Path) -> list[tuple[str, str]]:

@@ -7,7 +7,7 @@ import json
 import math
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -56,15 +56,19 @@ class Report:
     kinds: tuple[Kind, ...]
 
 
-def inspect(path: Path) -> list[Report]:
+def inspect(path: Path, skip_objects: bool = False) -> list[Report]:
     """The reports of a file that `torch.save` wrote, a safetensors file or a DCP folder.
+
+    Args:
+        path: of the file or folder.
+        skip_objects: whether to read a file that asks for code to be run, without what asks for it.
 
     Raises:
         Refused: if it is none of them, asks for code to be run, or has tensors that are not dense.
     """
     if path.is_dir() or path.suffix == ".safetensors":
         return [_listed(path)]
-    checkpoint = checkpoints.read(path)
+    checkpoint = checkpoints.read(path, skip_objects)
     found = checkpoints.optimizers(checkpoint)
     if not found:
         held = sum(1 for _ in checkpoints.tensors(checkpoint))
@@ -73,7 +77,9 @@ def inspect(path: Path) -> list[Report]:
             "'param_groups'"
         )
     checkpoints.require_dense([one.state_dict for one in found], path)
-    return [_report(one) for one in found]
+    skipped = checkpoints.objects(path) if skip_objects else None
+    without = f"; skipped, and not executed: {', '.join(skipped)}" if skipped else ""
+    return [replace(one, summary=one.summary + without) for one in map(_report, found)]
 
 
 def _listed(path: Path) -> Report:

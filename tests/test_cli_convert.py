@@ -236,7 +236,7 @@ def test_options_and_paths_beside_a_state_are_kept(tmp_path):
     args.code = open
     torch.save({"optimizer": optimizer.state_dict(), "args": args}, tmp_path / "run.pt")
     said = refused("inspect", tmp_path / "run.pt")
-    assert said.endswith(f"asks for {open.__module__}.open; it is not executed")
+    assert f"asks for {open.__module__}.open; it is not executed" in said
 
 
 @pytest.mark.parametrize("name", ["optimizer.pt", "optimizer.bin"])
