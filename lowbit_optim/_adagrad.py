@@ -46,8 +46,8 @@ class Adagrad(LowBitOptimizer):
     Where it differs: 32-bit state and results are torch.optim.Adagrad's, except that state is
     created at the first step, or by `share_memory`, and sparse gradients are refused. bitsandbytes
     refuses `lr_decay` and `initial_accumulator_value`; here both work, in 8 bits too. With
-    `dither=False` a sum in 8 bits stops growing once a step adds less than half of what two codes
-    differ by, at most 0.35 % of its block's largest sum.
+    `dither=False` a sum in 8 bits that is below its block's largest stops growing once a step adds
+    less than half of what two codes differ by, at most 0.35 % of the largest.
     """
 
     family = "Adagrad"

@@ -27,15 +27,16 @@ Args:
     optim_bits: 32, 8 or, where `state_format` can be "ratio4", 4, the width of the moments.
     args: object or dict whose `optim_bits`, `min_8bit_size`, `percentile_clipping` and `max_unorm`
         replace these arguments where present; a false `block_wise` in it warns, too, and
-        bitsandbytes' `skip_zeros`, which there is not, is refused.
+        bitsandbytes' `skip_zeros`, which there is not, is refused. It has one of the six at least.
     min_8bit_size: tensors with fewer elements keep 32-bit state.
     percentile_clipping: clip the gradient's norm to this percentile (0..100) of the last 100 steps'
         norms, all of which are at first the first one that is not 0; 100 is off.
     block_wise: as in bitsandbytes; state is blockwise either way, and False only warns.
     is_paged: as in bitsandbytes; nothing is paged here, and True warns.
     max_unorm: cap ||u|| at max_unorm ||p||; 0 is off.
-    cautious: skip the elements whose update and gradient differ in sign, and divide the update of
-        the others by their share of all (arXiv:2411.16085). It needs momentum.
+    cautious: skip the elements whose update and gradient (with a coupled weight decay) differ in
+        sign, and divide the update of the others by their share of all, or by .001 if that is less
+        (arXiv:2411.16085). It needs momentum.
     state_format: name of the format that the moments are stored in; it decides `optim_bits`. None
         is what `optim_bits` means: "ratio4" for 4, "dynamic8" for 8, "float32" for 32.
     dither: round squares and slow averages by counted random bits instead of to nearest, so that

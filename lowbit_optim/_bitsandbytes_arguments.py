@@ -8,6 +8,7 @@ from typing import Any
 from ._checks import flag, warn_user
 
 ARGS = ("optim_bits", "min_8bit_size", "percentile_clipping", "max_unorm")
+ALSO = ("block_wise", "skip_zeros")
 
 
 def switches(block_wise: Any = True, is_paged: Any = False) -> None:
@@ -52,9 +53,10 @@ def replace_by_args(defaults: dict[str, Any], args: Any) -> None:
 
     Its `skip_zeros` would be other numbers, and is refused.
     """
-    if args is not None and all(from_args(args, name, None) is None for name in ARGS):
+    known = (*ARGS, *ALSO)
+    if args is not None and all(from_args(args, name, None) is None for name in known):
         raise TypeError(
-            f"args must be an object or a dict with any of {', '.join(ARGS)}; got {args!r}"
+            f"args must be an object or a dict with any of {', '.join(known)}; got {args!r}"
         )
     if from_args(args, "skip_zeros", False):
         raise ValueError(

@@ -68,7 +68,7 @@ class CheckpointBase(StateBase):
         return resolved({**self.FIXED, **self.defaults, **group})
 
     def state_dict(self) -> dict[str, Any]:
-        """The state as tensors, numbers, strings, lists and dicts only.
+        """The state as tensors, numbers, strings, None, lists, tuples and dicts only.
 
         Beside torch's `state` and `param_groups` it has `lowbit_optim`: the format version and the
         optimizer's family. An 8-bit moment `<key>` is uint8 codes of the parameter's shape, with
@@ -140,18 +140,18 @@ class CheckpointBase(StateBase):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a state dict of this class, or of its torch.optim or bitsandbytes counterpart.
 
-        Hyperparameters come from `state_dict`; how state is stored (`optim_bits`, `state_format`,
-        `min_8bit_size`, `master_weight_bits`) stays as this optimizer was built, and moments are
-        quantized or dequantized to fit. Codes and scales of the right layout are copied bit for
-        bit. A state dict of bitsandbytes, or of torchao's low-bit Adam or AdamW, is converted, with
-        a UserWarning that says so.
+        Hyperparameters come from `state_dict`, of another library's not `foreach` and `fused`; how
+        state is stored (`optim_bits`, `state_format`, `min_8bit_size`, `master_weight_bits`) stays
+        as this optimizer was built, and moments are quantized or dequantized to fit. Codes and
+        scales of the right layout are copied bit for bit. A state dict of bitsandbytes, or of
+        torchao's low-bit Adam or AdamW, is converted, with a UserWarning that says so.
 
         Args:
             state_dict: as returned by `state_dict()`.
 
         Raises:
-            ValueError: when it is of another optimizer, of a newer format, or does not fit the
-                parameters; nothing has been changed then.
+            ValueError: when it is known by its settings or entries for one of another optimizer, is
+                of a newer format, or does not fit the parameters; nothing has been changed then.
         """
         params = all_parameters(self.param_groups)
         # What one rank can look at alone comes first: a rank that raises while others ask all for

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -160,8 +161,8 @@ class Eden:
         return self.optimizer.param_groups
 
     def _factor(self) -> float:
-        by_batch = 1 + (self.batch / self.lr_batches) ** 2
-        by_epoch = 1 + (self.epoch / self.lr_epochs) ** 2
+        by_batch = 1 + _square(self.batch / self.lr_batches)
+        by_epoch = 1 + _square(self.epoch / self.lr_epochs)
         warmup = 1.0
         if self.batch < self.warmup_batches:
             done = self.batch / self.warmup_batches
@@ -178,6 +179,13 @@ class Eden:
                 group["lr"] = lr
             last.append(lr)
         self._last_lr = last
+
+
+def _square(x: float) -> float:
+    try:
+        return x**2
+    except OverflowError:
+        return math.inf
 
 
 def _counted(name: str, before: float, given: float | None) -> float:

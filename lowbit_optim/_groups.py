@@ -33,7 +33,8 @@ def parameter_groups(
     embedding. Parameters that do not require gradients are left out.
 
     Args:
-        model: the model. Its parameters stay in the order of `model.named_parameters()`.
+        model: the model. In each group its parameters are in the order of
+            `model.named_parameters()`.
         weight_decay: of the groups with decay. Default 0.01.
         embedding_bits: 32 (default), 8 or 4, `optim_bits` of embeddings; None leaves it to the
             optimizer.

@@ -117,7 +117,7 @@ class GlobalOptimManager:
         self._modules = []
 
     def register_parameters(self, params: Iterable[Any]) -> None:
-        """Check that `params` are what an optimizer takes; nothing has to be registered here.
+        """Check that `params` are tensors, alone or in groups; nothing has to be registered here.
 
         bitsandbytes wants this call so that overrides find their parameters again. Here they stay
         with the parameter, through `module.to(device)` too.
@@ -149,10 +149,10 @@ class GlobalOptimManager:
             key_value_dict: several settings with their values, in place of `key` and `value`.
 
         Raises:
-            ValueError: for a key that no optimizer has, a value that is not allowed, or when both
-                or neither of `key` and `key_value_dict` are given. A setting that a certain
-                optimizer does not have, or does not allow, raises at its first step.
-            TypeError: if `parameters` are not tensors. Nothing has been overridden then.
+            ValueError, TypeError: for a key that no optimizer has, a value that a setting which all
+                have does not allow, `parameters` that are not tensors, or when both or neither of
+                `key` and `key_value_dict` are given. Nothing has been overridden then. A setting
+                that a certain optimizer does not have, or does not allow, raises at its first step.
 
         Example:
             >>> manager = GlobalOptimManager.get_instance()
@@ -186,9 +186,12 @@ class GlobalOptimManager:
 
         Raises:
             ValueError, TypeError: if `module` is none or has no such parameter, for a key that no
-                optimizer has, or for a value that is not allowed. Nothing has been overridden then.
+                optimizer has, or for a value that is not allowed, as by `override_config`. Nothing
+                has been overridden then.
         """
         _checks.module("module", module)
+        if not isinstance(param_name, str):
+            raise TypeError(f"param_name must be a string; got {param_name!r}")
         if _parameters_of(module, param_name) is None:
             has = ", ".join(name for name, _ in module.named_parameters()) or "none"
             raise ValueError(

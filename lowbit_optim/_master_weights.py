@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
+from numbers import Integral
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from lowbit_optim_kernels.formats import compute_dtype
+from lowbit_optim_kernels.overlaps import memory_of, overlaps
 from lowbit_optim_kernels.weights import RESIDUAL_KEY, as_integers, converted
 
 from . import _checks, _sharding
@@ -18,7 +20,7 @@ from ._checkpoint_base import steppable
 from ._gradients import is_left_alone
 from ._optimizer import LowBitOptimizer, require_own
 from ._saved_state import require_integers
-from ._tensor_checks import require_dense, require_shape, require_values
+from ._tensor_checks import has_address, require_dense, require_shape, require_values
 
 PIECE = 1 << 18  # elements
 
@@ -66,8 +68,9 @@ def load_master_weights(
 
     Args:
         optimizer: any of this package.
-        weights: by name or number, as a dict or as pairs that `master_weights` gives, or a tensor
-            for each parameter in order; each of the parameter's shape, whole or placed as it is.
+        weights: of all parameters that `master_weights` gives: by name or number, as a dict or as
+            pairs, or tensors in the order of the optimizer's groups; each of the parameter's shape,
+            whole or placed as it is.
 
     Raises:
         ValueError, TypeError: for a weight that is missing, is none's, has another shape or mesh or
@@ -75,8 +78,9 @@ def load_master_weights(
             changed then.
 
     Example:
-        >>> optimizer = AdamW8bit(model.bfloat16().parameters(), master_weight_bits=24)
-        >>> load_master_weights(optimizer, [p.float() for p in model.parameters()])
+        >>> pretrained = {name: p.detach().clone() for name, p in model.named_parameters()}
+        >>> optimizer = AdamW8bit(model.bfloat16().named_parameters(), master_weight_bits=24)
+        >>> load_master_weights(optimizer, pretrained)
     """
     require_own(optimizer, "load_master_weights")
     members = list(_named(optimizer))
@@ -84,6 +88,7 @@ def load_master_weights(
         given = _in_order(weights, [name for name, _, _ in members])
         for (name, p, _), weight in zip(members, given, strict=True):
             _check_weight(name, weight, p)
+    given = _apart(given, [p for _, p, _ in members])
     with steppable():
         for (_, p, group), weight in zip(members, given, strict=True):
             set_weight(optimizer, p, group, weight)
@@ -98,6 +103,19 @@ def _check_weight(name: Name, weight: Any, p: Tensor) -> None:
     require_values({f"the weight {name}": weight}, p)
     require_shape(f"the weight {name!r}", weight, p.shape)
     _sharding.require_mesh_of(p, weight, f"the weight {name!r}")
+
+
+def _apart(weights: list[Tensor], params: list[Tensor]) -> list[Tensor]:
+    """The weights, in memory that setting the parameters one after the other does not change."""
+    places = [_sharding.local(x).detach() for x in (*params, *weights)]
+    memories = [memory_of(x) if has_address(x) else (0, 0) for x in places]
+    shared = {
+        j - len(params)
+        for i, j in overlaps(memories)
+        if i < len(params) <= j
+        and not (i == j - len(params) and places[i].is_set_to(places[j]))  # it is the parameter
+    }
+    return [w.clone() if k in shared else w for k, w in enumerate(weights)]
 
 
 def weight_of(optimizer: LowBitOptimizer, p: Tensor, group: Mapping[str, Any]) -> Tensor:
@@ -198,7 +216,7 @@ def _in_order(weights: Any, names: list[Name]) -> list[Any]:
 
 
 def _is_named(weight: Any) -> bool:
-    return isinstance(weight, tuple) and len(weight) == 2 and isinstance(weight[0], (str, int))
+    return isinstance(weight, tuple) and len(weight) == 2 and isinstance(weight[0], (str, Integral))
 
 
 def _by_name(weights: dict[Any, Any], names: list[Name]) -> list[Any]:

@@ -241,7 +241,8 @@ def test_what_cannot_be_had_is_refused(name):
 def test_zeros_of_gradients_are_not_skipped(name):
     asked = {"optim_bits": 32, "skip_zeros": False}
     assert identical(run(name, {"args": asked}), run(name, {}))
-    for args in ({**asked, "skip_zeros": True}, SimpleNamespace(max_unorm=0.0, skip_zeros=True)):
+    alone = {"skip_zeros": True}
+    for args in ({**asked, **alone}, SimpleNamespace(max_unorm=0.0, skip_zeros=True), alone):
         with pytest.raises(ValueError, match="args asks for skip_zeros"):
             run(name, {"args": args})
 

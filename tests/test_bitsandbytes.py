@@ -36,7 +36,8 @@ def test_a_switch_in_args_warns_as_well():
     for module in (lowbit_optim, lowbit_optim.bitsandbytes.optim):
         with pytest.warns(UserWarning, match="block_wise=False has no effect") as caught:
             module.AdamW(parameters(), args=args)
-        assert [warning.filename for warning in caught] == [__file__]
+            module.AdamW(parameters(), args={"block_wise": False})
+        assert [warning.filename for warning in caught] == [__file__] * 2
         with warnings.catch_warnings():
             warnings.simplefilter("error")
             module.AdamW(parameters(), args={**args, "block_wise": True})

@@ -118,6 +118,17 @@ def saved_and_loaded(tree):
     return torch.load(buffer, weights_only=True)
 
 
+def test_counts_beyond_all_training_end_in_a_rate_of_0():
+    optimizer = SGD([torch.nn.Parameter(torch.zeros(3))], lr=2.0)
+    eden = Eden(optimizer, lr_batches=1e-300, lr_epochs=6)
+    eden.step_batch(1e200)
+    assert eden.get_last_lr() == [0.0]
+    eden.load_state_dict({"batch": 0, "epoch": 1e200, "base_lrs": [3.0]})
+    assert optimizer.param_groups[0]["lr"] == 0.0
+    eden.step_epoch(0)
+    assert eden.get_last_lr() == [3.0]
+
+
 @pytest.mark.parametrize("optimizer_first", [True, False])
 def test_resume(optimizer_first):
     """Whichever is loaded first, and constructed on a fresh or on a loaded optimizer."""

@@ -92,3 +92,27 @@ def test_another_librarys_optimizer_has_no_master_weights(function):
         TypeError, match="master_weights takes an optimizer of lowbit_optim, got torch"
     ):
         list(function(other))
+
+
+@pytest.mark.parametrize("bits", [None, 24])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_parameters_may_be_given_as_one_anothers_weights(dtype, bits):
+    """Those of fp32 are in the parameters' own memory, which is written one after the other."""
+    params = [torch.nn.Parameter(torch.randn(4, 4).to(dtype)) for _ in range(3)]
+    first, second, third = (p.detach().clone() for p in params)
+    optimizer = lowbit_optim.AdamW8bit(params, master_weight_bits=bits)
+    load_master_weights(optimizer, [params[1], params[0].t(), params[2]])
+    assert all(map(torch.equal, params, (second, first.t(), third)))
+    weights = dict(master_weights(optimizer))
+    load_master_weights(optimizer, {0: weights[1], 1: weights[0], 2: weights[2].t()})
+    assert all(map(torch.equal, params, (first.t(), second, third.t())))
+
+
+def test_weights_in_order_are_in_that_of_the_groups():
+    model = torch.nn.Sequential(torch.nn.Embedding(8, 8), torch.nn.Linear(8, 8, bias=False))
+    first, second = (p.detach().clone() for p in model.parameters())
+    optimizer = lowbit_optim.AdamW8bit(lowbit_optim.parameter_groups(model, named=True))
+    load_master_weights(optimizer, [second + 1, first + 1])
+    assert all(map(torch.equal, model.parameters(), (first + 1, second + 1)))
+    load_master_weights(optimizer, {"0.weight": first, "1.weight": second})
+    assert all(map(torch.equal, model.parameters(), (first, second)))

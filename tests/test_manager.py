@@ -324,5 +324,7 @@ def test_arguments_of_the_wrong_kind(manager):
         manager.register_module_override(torch.nn.Linear(2, 2), "weight", 32)
     with pytest.raises(TypeError, match=r"module must be a torch\.nn\.Module; got Parameter"):
         manager.register_module_override(p, "weight", {"optim_bits": 32})
+    with pytest.raises(TypeError, match="param_name must be a string; got None"):
+        manager.register_module_override(torch.nn.Linear(2, 2), None, {"optim_bits": 32})
     assert not manager._parameters
     assert not manager._modules
