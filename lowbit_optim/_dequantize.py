@@ -15,7 +15,8 @@ def dequantize_state(optimizer: LowBitOptimizer) -> None:
     their parameters' shapes, and no scales. Rows can be cut out of it, added and set to zero as out
     of torch's. The next step codes what it finds, rounded to nearest, and so does
     `load_state_dict`; until then it takes the memory of 32-bit state. Parameters whose place others
-    take before that step are freed at once. Collective for DTensors.
+    take before that step are freed at once. Collective for DTensors: a rank that raises leaves the
+    others waiting, as in a step.
 
     Args:
         optimizer: any of this package. State that is kept in 32 bits stays as it is.
