@@ -116,7 +116,7 @@ def objects(path: Path) -> list[str] | None:
     """
     try:
         asked = torch.serialization.get_unsafe_globals_in_checkpoint(str(path))
-    except Exception:  # noqa: BLE001  # of any kind, for a pickle of any other
+    except Exception:  # noqa: BLE001  # what other instructions do to a reader that knows these
         return None
     plain = {name for _, name in PLAIN}
     return sorted(name for name in asked if name not in plain)
