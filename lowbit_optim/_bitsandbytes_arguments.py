@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from ._checks import flag, warn_user
+from ._settings import plain
 
 ARGS = ("optim_bits", "min_8bit_size", "percentile_clipping", "max_unorm")
 ALSO = ("block_wise", "skip_zeros")
@@ -13,8 +14,8 @@ ALSO = ("block_wise", "skip_zeros")
 
 def switches(block_wise: Any = True, is_paged: Any = False) -> None:
     """Warn of bitsandbytes' arguments that ask for what there is not."""
-    flag("block_wise", block_wise)
-    flag("is_paged", is_paged)
+    flag("block_wise", block_wise := plain(block_wise))
+    flag("is_paged", is_paged := plain(is_paged))
     if not block_wise:
         warn_user(
             "block_wise=False has no effect: 8-bit state always has one scale per block of "

@@ -264,7 +264,8 @@ def test_bits_as_tensors_and_arrays_of_one_number(bits):
 
 def test_numpy_in_other_places():
     groups = lowbit_optim.parameter_groups(torch.nn.Linear(3, 3), weight_decay=np.float32(0.5))
-    optimizer = ADAMW(groups, lr=np.float32(0.5), min_8bit_size=np.int64(1), amsgrad=np.bool_(True))
+    switches = {"amsgrad": np.True_, "block_wise": np.True_, "is_paged": np.False_}
+    optimizer = ADAMW(groups, lr=np.float32(0.5), min_8bit_size=np.int64(1), **switches)
     scheduler = lowbit_optim.Eden(optimizer, np.float32(10), np.int64(2))
     scheduler.step_batch(np.int64(3))
     saved = saved_and_loaded([optimizer.state_dict(), scheduler.state_dict()])

@@ -11,7 +11,7 @@ from footprint_models import MODELS
 from lowbit_optim_cli import encoders
 from lowbit_optim_cli.known import ALIASES
 from lowbit_optim_cli.models import KNOWN, read_model
-from test_cli_estimate import estimated, refused
+from test_cli_estimate import estimated, refused, run
 
 LLAMA = {
     "architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": 128256,
@@ -290,9 +290,11 @@ def test_a_transformer_has_a_formula_and_a_measure(folder):
 
 def test_experts_are_measured_in_bf16(folder):
     config = {**SMALL, **EXPERTS, "model_type": "mixtral", "architectures": ["MixtralForCausalLM"]}
-    assert "fake experts in bf16 alone: --dtype bf16" in refused(
-        "estimate", folder(config), "--dtype", "fp32", "--measure", "2x16"
-    )
+    result = run("estimate", folder(config), "--dtype", "fp32", "--measure", "2x16")
+    if result.exit_code == 0:  # from torch 2.15 on, which fakes them in fp32, too
+        assert "at their peak: " in result.stdout
+    else:
+        assert "fake experts in bf16 alone: --dtype bf16" in result.stderr
     measured = estimated(folder(config), "--dtype", "bf16", "--measure", "2x16")["activations"]
     assert any("at their peak: " in line for line in measured)
 
