@@ -95,11 +95,11 @@ def test_addresses_are_64_bit():
     """Those of Intel's GPUs have the upper bit set; the kernels read the same bits as a number."""
     target = torch.zeros(2, 2, dtype=torch.int64)
     tables = SimpleNamespace(rows=None, sent=None, address=target)
-    batch = SimpleNamespace(addresses=[[0, 2**64 - 4096], [2**48, 1]], copy_addresses={})
+    batch = SimpleNamespace(addresses=[[0, 2**64 - 4096], [2**48, 1]], param_addresses={})
     batch.reused = False
     engine_tables._send_addresses(tables, batch)
     assert target.tolist() == [[0, -4096], [2**48, 1]]
-    batch.reused, batch.gradient_addresses, batch.copy_addresses = True, [2**63, 5], {1: 2**64 - 1}
+    batch.reused, batch.gradient_addresses, batch.param_addresses = True, [2**63, 5], {1: 2**64 - 1}
     engine_tables._send_addresses(tables, batch)
     assert target.tolist() == [[0, -(2**63)], [-1, 5]]
 

@@ -78,7 +78,7 @@ def test_an_address_of_a_copy_is_that_of_its_step():
         addresses=[[16, 32], [48, 64]], reused=True, gradient_addresses=[32, 64]
     )
     for copies, want in (({1: 96}, [[16, 32], [96, 64]]), ({}, [[16, 32], [48, 64]])):
-        batch.copy_addresses = copies
+        batch.param_addresses = copies
         engine_tables._send_addresses(tables, batch)
         assert address.tolist() == want
 

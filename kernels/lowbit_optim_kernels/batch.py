@@ -179,11 +179,12 @@ class Batch:
         tables: what the engine has made of the slots; None in a first step. They belong to batches
             of one `key`, and have the addresses of the one that was started last.
         reused: whether nothing is new since the step plan was made beside values, and addresses of
-            gradients and copies.
+            gradients and parameters.
         captured: tables that CUDA graphs read for as long as they are replayed.
         addresses: the rows of a compiled engine's address table, when the tables were made.
         gradient_addresses: the gradients', or NO_GRADIENT, in a step that reuses the tables.
-        copy_addresses: then those of parameters that are stepped in a new copy, by their places.
+        param_addresses: then those of parameters that are not stepped where they were when the step
+            plan was made, as they have moved or are stepped in a new copy; by their places.
         aligned: whether vectors of a slot's elements can be read and written at once.
         key: all that the engine's tables depend on beside addresses.
         tensors: of a step that reuses the tables, for slots that have let go of theirs.
@@ -209,7 +210,7 @@ class Batch:
     captured: list[Any] = field(default_factory=list)
     addresses: list[list[int]] = field(default_factory=list)
     gradient_addresses: list[int] = field(default_factory=list)
-    copy_addresses: Mapping[int, int] = field(default_factory=dict)
+    param_addresses: Mapping[int, int] = field(default_factory=dict)
     aligned: list[bool] = field(default_factory=list)
     key: tuple = ()
     tensors: StepTensors | None = None
@@ -285,14 +286,14 @@ class Batch:
 
     def take_gradients(
         self, tensors: StepTensors, addresses: list[int], missing: frozenset[int] = frozenset(),
-        copy_addresses: Mapping[int, int] = MappingProxyType({}),
+        param_addresses: Mapping[int, int] = MappingProxyType({}),
     ) -> None:  # fmt: skip
         """Go on with new gradients of the same kind; those of missing ones are not read.
 
-        And with new copies of parameters, by their places.
+        And with parameters that are stepped elsewhere, by their places.
         """
         self.reused, self.gradient_addresses, self.missing = True, addresses, missing
-        self.copy_addresses, self.tensors = copy_addresses, tensors
+        self.param_addresses, self.tensors = param_addresses, tensors
 
     def bind(self) -> None:
         """Give the slots their tensors where they have let go of those of an earlier step."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import chain, compress
 from operator import attrgetter, eq, is_
 from typing import Any, Protocol
@@ -84,6 +85,18 @@ def addresses_of(tensors: Iterable[Tensor]) -> list[int]:
 def alignments_of(addresses: Iterable[int]) -> list[int]:
     """Distances of addresses from those for the widest accesses, in bytes."""
     return [address % ACCESS_BYTES for address in addresses]
+
+
+class Places:
+    """What addresses of tensors may not change in: their alignments, and how many have none."""
+
+    def __init__(self, addresses: list[int]) -> None:
+        self._alignments, self._empty = alignments_of(addresses), addresses.count(0)
+
+    def are_like(self, addresses: list[int]) -> bool:
+        """Whether others are aligned as these, and as many have none."""
+        alike = alignments_of(addresses) == self._alignments
+        return alike and addresses.count(0) == self._empty
 
 
 def all_values(each: Iterable[dict[str, Any]]) -> list[Any]:
@@ -187,3 +200,34 @@ def _are_largest(each: Iterable[dict[str, Any]]) -> list[bool]:
         largest = sizes.index(max(sizes)) if max(sizes, default=-1) >= 0 else None
         found += [place == largest for place in range(len(sizes))]
     return found
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """Snapshot that a later step compares before it uses a plan again.
+
+    Attributes:
+        states: of the parameters.
+        held, gradients: how the parameters and their gradients are read.
+        held_places, gradient_places: of their addresses, which may be others in each step.
+        orders: of each batch the places of its slots' parameters.
+        copied_params: strides of parameters that are stepped in a new contiguous copy each time, by
+            their places.
+        copied_gradients: the places of gradients that are.
+    """
+
+    states: States
+    held: ReadSignature
+    gradients: ReadSignature
+    held_places: Places
+    gradient_places: Places
+    orders: list[list[int]]
+    copied_params: dict[int, tuple[int, ...]]
+    copied_gradients: list[int]
+
+    def reads(self, held: list[Tensor]) -> bool:
+        """Whether parameters are as they were, wherever they are."""
+        # `p.data.t()` has p's address.
+        if not self.held.matches(held):
+            return False
+        return all(held[i].stride() == stride for i, stride in self.copied_params.items())

@@ -1,8 +1,9 @@
 """Cached step plans: what a step needs of parameters, states and gradients, kept while it holds.
 
 A model has hundreds of parameters, and looking at each of them in Python takes longer than a GPU
-needs to step them all. But from step to step nothing changes beside the gradients' values and
-addresses. So the last step's plan is used again if a few flat comparisons say that it holds.
+needs to step them all. But from step to step nothing changes beside values and the addresses of
+gradients, and of parameters that `p.data = ...` moves, as for sharpness-aware minimization. So the
+last step's plan is used again if a few flat comparisons say that it holds.
 """
 
 from __future__ import annotations
@@ -17,9 +18,12 @@ from torch import Tensor
 
 from .batch import ACCESS_BYTES, NO_GRADIENT, Batch, StepTensors
 from .engines.registry import ENGINES
+from .overlaps import memory_of, overlaps
 from .reading import (
     PLAIN_TYPES,
+    Places,
     ReadSignature,
+    Snapshot,
     States,
     Unwrapping,
     addresses_of,
@@ -77,40 +81,6 @@ class GatheredCopies(Protocol):
         """Parameters and gradients as they are stepped, from those that this rank holds."""
 
 
-@dataclass(frozen=True)
-class _Snapshot:
-    """Snapshot that a later step compares before it uses a plan again.
-
-    Attributes:
-        states: of the parameters.
-        addresses: of the parameters.
-        held, gradients: how the parameters and their gradients are read.
-        alignments: of the gradients' addresses, which may be others in each step.
-        empty: how many gradients have no address, for want of elements.
-        orders: of each batch the places of its slots' parameters.
-        copied_params: strides of parameters that are stepped in a new contiguous copy each time, by
-            their places.
-        copied_gradients: the places of gradients that are.
-    """
-
-    states: States
-    addresses: list[int]
-    held: ReadSignature
-    gradients: ReadSignature
-    alignments: list[int]
-    empty: int
-    orders: list[list[int]]
-    copied_params: dict[int, tuple[int, ...]]
-    copied_gradients: list[int]
-
-    def finds(self, held: list[Tensor]) -> bool:
-        """Whether parameters are where and as they were."""
-        # `p.data.t()` has p's address.
-        if not (self.held.matches(held) and addresses_of(held) == self.addresses):
-            return False
-        return all(held[i].stride() == stride for i, stride in self.copied_params.items())
-
-
 @dataclass
 class StepPlan:
     """The step of some parameters whose settings differ in hyperparameters at most.
@@ -152,12 +122,16 @@ class StepPlan:
     reused: bool = False
     settled: int = 0
     wider: StepPlan | None = None
-    _snapshot: _Snapshot | None = None  # None where this plan cannot be used again
+    _snapshot: Snapshot | None = None  # None where this plan cannot be used again
 
     def __post_init__(self) -> None:
         known = set(self.params)
         self._in_plan = [p in known for p in self.listed]
-        self._addresses: list[int] = []  # of gradients that are aligned as in the first step
+        # Of gradients and of what is held, which are aligned as in the first step; and the places
+        # of parameters that were elsewhere then.
+        self._addresses: list[int] = []
+        self._held_addresses: list[int] = []
+        self._moved: set[int] = set()
 
     def take_tables(self, last: StepPlan | None) -> None:
         """Take over the tables of the last step's plan that fit, once the values are set."""
@@ -253,7 +227,7 @@ class StepPlan:
         only_these = all(_is_its_copy(x, made) for x, made in copied)
         return (params, gradients) if only_these else None
 
-    def _take_snapshot(self, state: Mapping[Tensor, dict[str, Any]]) -> _Snapshot | None:
+    def _take_snapshot(self, state: Mapping[Tensor, dict[str, Any]]) -> Snapshot | None:
         """None where a parameter is listed twice, or one or a gradient changed for a step.
 
         And where one is in a wrapper, which may have to be waited for.
@@ -264,13 +238,13 @@ class StepPlan:
         if not PLAIN_TYPES.issuperset(map(type, (*self.held, *self.gradients))):
             return None
         self._addresses = addresses_of(self.gradients)
-        return _Snapshot(
+        self._held_addresses = addresses_of(self.held)
+        return Snapshot(
             states=States(self.params, state, self.locals_of),
-            addresses=addresses_of(self.held),
             held=ReadSignature(self.held),
             gradients=ReadSignature(self.gradients),
-            alignments=alignments_of(self._addresses),
-            empty=self._addresses.count(0),
+            held_places=Places(self._held_addresses),
+            gradient_places=Places(self._addresses),
             orders=[[slot.index for slot in batch.slots] for batch in self.batches],
             copied_params={i: self.held[i].stride() for i in copied[0]},
             copied_gradients=copied[1],
@@ -323,14 +297,21 @@ class StepPlan:
         addresses = list(addresses) if stepped is gradients else addresses_of(stepped)
         for i in missing:
             addresses[i] = NO_GRADIENT
+        elsewhere = self._elsewhere(copied)
         for batch, order in zip(self.batches, before.orders, strict=True):
-            its = self._positions_in(batch, copied) if copied else ()
+            its = self._positions_in(batch, elsewhere) if elsewhere else ()
             batch.take_gradients(
                 tensors, [addresses[i] for i in order],
                 self._positions_in(batch, missing) if missing else frozenset(),
-                {k: copied[order[k]].data_ptr() for k in its},
+                {k: elsewhere[order[k]] for k in its},
             )  # fmt: skip
         return True
+
+    def _elsewhere(self, copied: Mapping[int, Tensor]) -> dict[int, int]:
+        """Addresses of parameters that are not stepped where they were in the first step."""
+        whole = () if self.gathered is None else self.gathered.index
+        moved = {i: self._held_addresses[i] for i in self._moved.difference(whole)}
+        return moved | {i: x.data_ptr() for i, x in copied.items()}
 
     def _with_stand_ins(
         self, found: list[Tensor | None]
@@ -351,11 +332,13 @@ class StepPlan:
         return [stand_in(p) if g is None else g for p, g in pairs], missing
 
     def _addresses_if_unchanged(
-        self, before: _Snapshot, held: list[Tensor], gradients: list[Tensor],
+        self, before: Snapshot, held: list[Tensor], gradients: list[Tensor],
         missing: frozenset[int],
     ) -> list[int] | None:  # fmt: skip
         """Addresses of the gradients, old ones for missing ones; None if anything else is new."""
-        if not (before.gradients.matches(gradients) and before.finds(held)):
+        if not (
+            before.gradients.matches(gradients) and before.reads(held) and self._find(before, held)
+        ):
             return None
         try:
             addresses = addresses_of(gradients)
@@ -363,13 +346,30 @@ class StepPlan:
             return None
         for i in missing:
             addresses[i] = self._addresses[i]
-        if addresses == self._addresses:
+        if addresses == self._addresses or before.gradient_places.are_like(addresses):
             return addresses
-        alike = alignments_of(addresses) == before.alignments
-        return addresses if alike and addresses.count(0) == before.empty else None
+        return None
+
+    def _find(self, before: Snapshot, held: list[Tensor]) -> bool:
+        """Whether what is held can be stepped where it is; `p.data = ...` may have moved it."""
+        if not before.reads(held):
+            return False
+        addresses = addresses_of(held)
+        if addresses == self._held_addresses:
+            return True
+        if not before.held_places.are_like(addresses):
+            return False
+        pairs = enumerate(zip(addresses, self._held_addresses, strict=True))
+        moved = {i for i, (now, then) in pairs if now != then}
+        for batch in self.batches:
+            for k in self._positions_in(batch, moved):
+                batch.slots[k].memory = memory_of(held[batch.slots[k].index])
+            batch.noted = []
+        self._held_addresses, self._moved = addresses, self._moved | moved
+        return not any(overlaps([slot.memory for batch in self.batches for slot in batch.slots]))
 
     def _renew_contiguous_copies(
-        self, before: _Snapshot, held: list[Tensor], gradients: list[Tensor],
+        self, before: Snapshot, held: list[Tensor], gradients: list[Tensor],
         missing: frozenset[int],
     ) -> tuple[dict[int, Tensor], list[Tensor]] | None:  # fmt: skip
         """Copies of parameters that are not contiguous, and the gradients as they are stepped.

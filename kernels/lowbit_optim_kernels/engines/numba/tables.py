@@ -212,6 +212,6 @@ def tables_for(batch: Batch) -> Tables:
         tables.address[:], tables.rows = batch.addresses, batch.addresses
     if batch.reused:
         tables.address[:, G] = batch.gradient_addresses
-        for place, address in batch.copy_addresses.items():
+        for place, address in batch.param_addresses.items():
             tables.address[place, P] = address
     return tables

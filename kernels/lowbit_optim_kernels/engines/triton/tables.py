@@ -69,7 +69,7 @@ class Tables:
         launches: of a pass over the elements, which share `work`.
         rows, numbers: the addresses that the batch had when it was made, as it has them and as a
             table.
-        sent: the gradients' and copies' addresses that were sent last in place of these.
+        sent: the gradients' and parameters' addresses that were sent last in place of these.
         values: the hyperparameters that were sent last.
         stream: that the last step was on which no graph has captured; None on a CPU.
         spare: pinned memory for captures.
@@ -189,13 +189,13 @@ def _send_addresses(tables: Tables, batch: Batch) -> None:
         tables.rows, tables.sent = batch.addresses, None
         # Addresses of Intel's GPUs have the upper bit set.
         tables.numbers = np.array(batch.addresses, dtype=np.uint64)
-    new = (batch.gradient_addresses, batch.copy_addresses) if batch.reused else ([], {})
+    new = (batch.gradient_addresses, batch.param_addresses) if batch.reused else ([], {})
     if new == tables.sent:
         return
     numbers = tables.numbers.copy()
     if batch.reused:
         numbers[:, G] = batch.gradient_addresses
-    for place, address in batch.copy_addresses.items():
+    for place, address in batch.param_addresses.items():
         numbers[place, P] = address
     _send(tables, 0, tables.address, numbers)
     tables.sent = new
