@@ -336,9 +336,7 @@ class StepPlan:
         missing: frozenset[int],
     ) -> list[int] | None:  # fmt: skip
         """Addresses of the gradients, old ones for missing ones; None if anything else is new."""
-        if not (
-            before.gradients.matches(gradients) and before.reads(held) and self._find(before, held)
-        ):
+        if not (before.gradients.matches(gradients) and self._find(before, held)):
             return None
         try:
             addresses = addresses_of(gradients)
@@ -361,12 +359,16 @@ class StepPlan:
             return False
         pairs = enumerate(zip(addresses, self._held_addresses, strict=True))
         moved = {i for i, (now, then) in pairs if now != then}
+        slots = [slot for batch in self.batches for slot in batch.slots]
+        memories = [memory_of(held[x.index]) if x.index in moved else x.memory for x in slots]
+        if any(overlaps(memories)):
+            return False
+        for slot, memory in zip(slots, memories, strict=True):
+            slot.memory = memory
         for batch in self.batches:
-            for k in self._positions_in(batch, moved):
-                batch.slots[k].memory = memory_of(held[batch.slots[k].index])
             batch.noted = []
         self._held_addresses, self._moved = addresses, self._moved | moved
-        return not any(overlaps([slot.memory for batch in self.batches for slot in batch.slots]))
+        return True
 
     def _renew_contiguous_copies(
         self, before: Snapshot, held: list[Tensor], gradients: list[Tensor],
