@@ -12,9 +12,9 @@ from protocol import all_parameters, give_gradients, identical, parameters, snap
 SHAPES = ((12, 70), (300,), (5, 3, 2, 2))
 
 
-def build(device, cls=lowbit_optim.LAMB8bit, **options):
+def build(device, cls=lowbit_optim.LAMB8bit):
     params = [torch.nn.Parameter(x.detach().to(device)) for x in parameters(shapes=SHAPES)]
-    return cls(params, lr=0.01, min_8bit_size=1, **options)
+    return cls(params, lr=0.01, min_8bit_size=1)
 
 
 def moved(p):
