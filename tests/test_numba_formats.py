@@ -278,10 +278,10 @@ def test_lines_around_gaps_are_the_torch_engines_pieces():
     y = 10.0 ** rng.uniform(np.log10(numba_tables.LEAST_DITHERED), 0.0, 100_000)
     y = np.append(np.maximum(y, numba_tables.LEAST_DITHERED), 1.0).astype(np.float32)
     factor, offset = numba_tables.gap_guess()
-    entry = np.rint(y.view(np.int32) * factor + offset).astype(int) & 7
-    slope, start, first = numba_tables.gap_tables().astype(np.float64)[:, entry]
+    gap = np.rint(y.view(np.int32) * factor + offset).astype(int)
+    slope, start = numba_tables.gap_tables().astype(np.float64)[:, gap & 7]
     d = y * slope + start
-    got = first - 0.5 + np.minimum(3 * d + 2, np.minimum(d, 3 * d / 5))
+    got = 2.0 ** (gap + 1) - 0.5 + np.minimum(3 * d + 3, np.minimum(d, (3 * d - 1) / 5))
     pieces = dynamic8.pieces(False)
     piece = np.searchsorted(pieces.threshold, y)
     inverse, at_zero, last = (

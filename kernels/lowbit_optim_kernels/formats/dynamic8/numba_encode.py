@@ -164,14 +164,16 @@ def _unsigned_codes(b: ir.IRBuilder, y: ir.Value, random: ir.Value) -> ir.Value:
     """
     (factor, offset), tables = gap_guess(), gap_tables()
     bits = b.sitofp(b.bitcast(y, vector(i32)), vector(f32))
-    gap = b.bitcast(_linear(b, bits, factor, offset + INTEGER), vector(i32))
+    # Eight bits of e + 128 are the exponent of 2**(e + 1), the three lowest are looked up by.
+    gap = b.bitcast(_linear(b, bits, factor, offset + 128 + INTEGER), vector(i32))
     if HAS_AVX2:
-        slope, start, first = (look_up(b, table, gap) for table in tables)
+        slope, start = (look_up(b, table, gap) for table in tables)
     else:
-        slope, start, first = look_up_rows(b, list(tables), gap)
+        slope, start = look_up_rows(b, list(tables), gap)
+    first = b.bitcast(b.shl(gap, fill(i32, 23)), vector(f32))
     d = multiply_add(b, y, slope, start)
-    above = smaller(b, d, b.fmul(d, fill(f32, 3.0 / 5.0)))
-    z = smaller(b, _linear(b, d, 3.0, 2.0), above)
+    above = smaller(b, d, _linear(b, d, 3.0 / 5.0, -1.0 / 5.0))
+    z = smaller(b, _linear(b, d, 3.0, 3.0), above)
     random = b.sitofp(b.bitcast(random, vector(i32)), vector(f32))
     z = multiply_add(b, random, fill(f32, 2.0**-32), z)
     return b.fptosi(b.fadd(z, first), vector(i32))
@@ -226,7 +228,7 @@ def _nearest_signed(b: ir.IRBuilder, x: ir.Value, inverse: ir.Value) -> ir.Value
         return _position_by_octaves(b, q, y, True)
     position = _position_in_segment(b, y, True)
     if HAS_AVX2:
-        return with_sign(b, b.fptosi(position, vector(i32)), b.bitcast(q, vector(i32)))
+        return with_sign(b, b.fptosi(position, vector(i32)), b.bitcast(x, vector(i32)))
     return b.fptosi(_signed_like(b, position, q), vector(i32))
 
 
@@ -246,7 +248,7 @@ def _dithered_signed(b: ir.IRBuilder, x: ir.Value, inverse: ir.Value, random: ir
         return _cut(b, _signed_like(b, _line_by_octaves(b, y, True), q), random)
     z = _signed_line(b, y)  # below zero in the lowest segment, where it is to be zero
     z = b.select(b.icmp_signed(">", z, fill(i32, 0)), z, fill(i32, 0))
-    return _cut_integers(b, with_sign(b, z, b.bitcast(q, vector(i32))), random)
+    return _cut_integers(b, with_sign(b, z, b.bitcast(x, vector(i32))), random)
 
 
 def _dithered_unsigned(

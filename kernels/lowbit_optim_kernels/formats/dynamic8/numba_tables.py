@@ -124,21 +124,21 @@ def _first_values(signed: bool) -> np.ndarray:
 
 @cache
 def gap_tables() -> np.ndarray:
-    """The unsigned map around the gaps above segments 1..8, by the low three bits; fp32 (3, 8).
+    """The unsigned map around the gaps above segments e = 1..8, by e's low three bits; fp32 (2, 8).
 
-    Let d be how far y is above the first value of the next segment, in 3 steps of the lower one.
-    Up to there from the segment's middle, and beyond to the middle of the next, z is
+    Let d be how far y is above the first value of the next segment, in 3 steps of the lower one,
+    less 1/2. Up to there from the segment's middle, and beyond to the middle of the next,
 
-        first + min(3 d + 2, d, 3 d / 5)        d = y * slope + start
+        code + 1/2 = 2**(e + 1) + min(3 d + 3, d, (3 d - 1) / 5)        d = y * slope + start
 
-    Above segment 8, the code of 1.0, is nothing. 1/2 is taken off for random bits around zero.
+    Above segment 8, the code of 1.0, is nothing. 1/2 is added for random bits around zero.
     """
-    tables = np.zeros((3, 8), np.float32)
-    tables[2] = 255.5
+    tables = np.zeros((2, 8), np.float32)
+    tables[1] = (255.5 - 512 - 3) / 3
     for e in range(1, 8):
         n, end = 2**e, 10.0 ** (e - 7)
         slope = n / (2.7 * end)
-        tables[:, e] = slope, -(end + 2.25 * end / n) * slope, 2 * n - 0.5
+        tables[:, e] = slope, -(end + 2.25 * end / n) * slope - 0.5
     return tables
 
 
