@@ -60,11 +60,11 @@ emulate: $(DEV)  ## run the compiled GPU kernels in an emulator, without a GPU
 	TRITON_INTERPRET=0 $(PY) -m pytest --numprocesses $(JOBS) -m gpu $(EMULATED_TESTS) $(ARGS)
 
 peers: $(PEERS)  ## compare with the optimizers, names and checkpoints of other libraries
-	$(PY) -m pytest tests/test_peers.py tests/test_peers_checkpoints.py tests/test_bitsandbytes_names.py \
-	  tests/test_cli_peers.py $(ARGS)
+	$(PY) -m pytest --numprocesses $(JOBS) tests/test_peers.py tests/test_peers_checkpoints.py \
+	  tests/test_bitsandbytes_names.py tests/test_cli_peers.py $(ARGS)
 
 frameworks: $(FRAMEWORKS)  ## run the training loops of transformers, accelerate, Lightning, peft, timm and gsplat
-	$(PY) -m pytest tests/frameworks $(ARGS)
+	$(PY) -m pytest --numprocesses $(JOBS) tests/frameworks $(ARGS)
 
 lint: $(DEV)  ## check style and formatting
 	$(PY) -m ruff check .
