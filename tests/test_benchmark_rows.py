@@ -1,12 +1,13 @@
 """Rows of the benchmarks: what is stepped, loaded and counted is what their names say."""
 
+import copy
 import json
 from types import SimpleNamespace
 
 import pytest
 import torch
 
-from benchmarks.common import measure, registry
+from benchmarks.common import measure, models, registry, workloads
 from benchmarks.quality import compare_worker
 from protocol import run_program
 
@@ -26,6 +27,54 @@ def test_the_engine_is_loaded_for_the_weights_that_are_trained(monkeypatch):
     monkeypatch.setattr(type(entry.make), "__call__", noted)
     compare_worker.load_engine(entry, torch.device("cpu"))
     assert set(seen) == {torch.bfloat16}
+
+
+def test_bf16_is_computed_in_fp32_where_the_cpu_lacks_it(monkeypatch):
+    """It would take 35 times as long."""
+    cpu, gpu = torch.device("cpu"), torch.device("cuda")
+    monkeypatch.setattr(torch.backends.mkldnn, "is_available", lambda: False)
+    assert models.arithmetic(torch.bfloat16, cpu) == torch.float32
+    assert models.arithmetic(torch.float32, cpu) == torch.float32
+    assert models.arithmetic(torch.bfloat16, gpu) == torch.bfloat16
+
+
+def test_weights_are_cast_for_the_arithmetic():
+    """As if they were in that dtype; their gradients are rounded to their own."""
+    model = models.digits_mlp().bfloat16()
+    twin = copy.deepcopy(model).float()
+    inputs, targets = torch.randn(16, 64), torch.randint(10, (16,))
+    loss = models.loss(model, inputs, targets, torch.float32)
+    want = models.loss(twin, inputs, targets)
+    assert torch.equal(loss, want)
+    loss.backward()
+    want.backward()
+    for p, q in zip(model.parameters(), twin.parameters(), strict=True):
+        assert torch.equal(p.grad, q.grad.bfloat16())
+
+
+@pytest.mark.parametrize("arithmetic", [torch.float32, torch.bfloat16], ids=str)
+def test_bf16_weights_are_trained_with_either_arithmetic(monkeypatch, arithmetic):
+    entry, seen = registry.REGISTRY["AdamW8bit-bf16"], set()
+    loss = models.loss
+
+    def noted(model, inputs, targets, given=None):
+        seen.update((given, inputs.dtype, *(p.dtype for p in model.parameters())))
+        return loss(model, inputs, targets, given)
+
+    monkeypatch.setattr(models, "arithmetic", lambda *_: arithmetic)
+    monkeypatch.setattr(models, "loss", noted)
+    generator = torch.Generator().manual_seed(0)
+    data = {
+        "train": torch.randn(32, 64, generator=generator),
+        "train_labels": torch.arange(32) % 10,
+    }
+    task = workloads.TASKS["digits"]
+    monkeypatch.setattr(type(task), "quality", lambda *_: 0.0)
+    run = compare_worker.train(
+        task, entry, data, 0, {"steps": 30, "device": "cpu", "lr": 0.01}, lambda *_, **__: None
+    )
+    assert seen == {arithmetic, torch.bfloat16}
+    assert run["losses"][-1] < 0.5 * run["losses"][0]
 
 
 @pytest.mark.parametrize(

@@ -57,7 +57,7 @@ class Form:
         suffix: what follows the class in its entry's name: "8bit-ratio8".
         bits: of the class that is built, `X4bit`, `X8bit` or `X32bit`.
         options: of the constructor, besides the row's.
-        dtype: of the weights and activations.
+        dtype: of the weights, and of activations where `models.arithmetic` is in it.
     """
 
     suffix: str
@@ -176,7 +176,7 @@ class Entry:
 
     @property
     def dtype(self) -> torch.dtype:
-        """The dtype of weights and activations."""
+        """The dtype of weights."""
         return torch.float32 if self.form is None else self.form.dtype
 
     @property

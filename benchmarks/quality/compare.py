@@ -25,11 +25,31 @@ from rich.progress import (
     TimeRemainingColumn,
 )
 
-from benchmarks.common import arguments, measure, plot, registry, report, summary, worker, workloads
+from benchmarks.common import (
+    arguments,
+    measure,
+    models,
+    plot,
+    registry,
+    report,
+    summary,
+    worker,
+    workloads,
+)
 
 _WORKER = "benchmarks.quality.compare_worker"
 # Threads that spin while they wait make a run on a busy machine five times slower.
 _WAIT = {"OMP_WAIT_POLICY": os.environ.get("OMP_WAIT_POLICY", "PASSIVE")}
+
+CAST = (
+    "Weights in bf16 are cast to fp32 for the model's arithmetic: this CPU has no instructions for"
+    " bf16."
+)
+
+
+def cast_for_arithmetic(entry: registry.Entry, device: str) -> bool:
+    """Whether a model with an optimizer's weights is computed in another dtype than theirs."""
+    return models.arithmetic(entry.dtype, torch.device(device)) != entry.dtype
 
 
 def train_all(
@@ -177,7 +197,10 @@ def main(
         for line in (*(line["text"] for line in result["verdicts"]), summary.first_steps(result)):
             console.print(line, highlight=False)
         console.print()
-    console.print(summary.notes(used), highlight=False)
+    notes = summary.notes(used)
+    if any(cast_for_arithmetic(entry, used) for _, entries in plan for entry in entries):
+        notes += f" {CAST}"
+    console.print(notes, highlight=False)
     written = {
         **report.origin("benchmarks.quality.compare", options),
         "device": used,
@@ -185,7 +208,7 @@ def main(
         "seeds": seeds,
         "load_before": load,
         "wall_s": round(time.perf_counter() - start, 1),
-        "notes": summary.notes(used),
+        "notes": notes,
         "tasks": results,
     }
     report.say_if_busy(console, load)

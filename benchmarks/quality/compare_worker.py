@@ -103,6 +103,7 @@ def train(
     model = task.model().to(device)
     start = fingerprint(model)
     model = model.to(entry.dtype)
+    arithmetic = models.arithmetic(entry.dtype, device)
     batches = torch.Generator().manual_seed(seed)
     optimizer = entry.make(model.parameters(), float(spec["lr"]))
     for group in optimizer.param_groups:
@@ -116,8 +117,8 @@ def train(
     switch(optimizer, "train")
     for step in range(steps):
         inputs, targets = task.batch(data, batches)
-        inputs = inputs.to(device, entry.dtype if inputs.is_floating_point() else None)
-        loss = models.loss(model, inputs, targets.to(device))
+        inputs = inputs.to(device, arithmetic if inputs.is_floating_point() else None)
+        loss = models.loss(model, inputs, targets.to(device), arithmetic)
         optimizer.zero_grad()
         loss.backward()
         step_ms.append(1e3 * measure.seconds(optimizer.step, device))
