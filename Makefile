@@ -15,6 +15,7 @@ TORCH_ARGS ?=
 RELEASE_ARGS ?= --constraint constraints.txt
 VENV := .venv
 PY := $(VENV)/bin/python
+PYTEST = $(PY) -m pytest --numprocesses $(JOBS)
 PIP := $(PY) -m pip --disable-pip-version-check --quiet
 RELEASE := $(VENV)/release
 CONSTRAINED := install --constraint constraints.txt
@@ -49,22 +50,22 @@ demo: $(DEV)  ## train with 32-, 8- and 4-bit optimizers and compare them
 	$(PY) -m benchmarks.quality.compare $(ARGS)
 
 test: $(DEV)  ## run the tests that every change needs
-	$(PY) -m pytest --numprocesses $(JOBS) -m "not slow" $(ARGS)
+	$(PYTEST) -m "not slow" $(ARGS)
 
 test-all: $(DEV)  ## run all tests: every combination of settings, and the slow ones
-	$(PY) -m pytest --numprocesses $(JOBS) $(ARGS)
+	$(PYTEST) $(ARGS)
 
 # Which compiles what other tests interpret.
 emulate: $(DEV)  ## run the compiled GPU kernels in an emulator, without a GPU
-	TRITON_INTERPRET=0 $(PY) -m pytest --numprocesses $(JOBS) tests/emulated $(ARGS)
-	TRITON_INTERPRET=0 $(PY) -m pytest --numprocesses $(JOBS) -m gpu $(EMULATED_TESTS) $(ARGS)
+	TRITON_INTERPRET=0 $(PYTEST) tests/emulated $(ARGS)
+	TRITON_INTERPRET=0 $(PYTEST) -m gpu $(EMULATED_TESTS) $(ARGS)
 
 peers: $(PEERS)  ## compare with the optimizers, names and checkpoints of other libraries
-	$(PY) -m pytest --numprocesses $(JOBS) tests/test_peers.py tests/test_peers_checkpoints.py \
+	$(PYTEST) tests/test_peers.py tests/test_peers_checkpoints.py \
 	  tests/test_bitsandbytes_names.py tests/test_cli_peers.py $(ARGS)
 
 frameworks: $(FRAMEWORKS)  ## run the training loops of transformers, accelerate, Lightning, peft, timm and gsplat
-	$(PY) -m pytest --numprocesses $(JOBS) tests/frameworks $(ARGS)
+	$(PYTEST) tests/frameworks $(ARGS)
 
 lint: $(DEV)  ## check style and formatting
 	$(PY) -m ruff check .
@@ -99,7 +100,7 @@ bench: $(DEV)  ## time steps on the CPU beside torch's
 gpu-check: JOBS = $(shell n=$$(nproc 2> /dev/null || echo 2); echo $$((n < 8 ? n : 8)))
 gpu-check: $(DEV)  ## on a machine with a GPU: its tests, then its benchmark
 	@status=0; export PYTHONPATH="$(CURDIR):$(CURDIR)/kernels$${PYTHONPATH:+:$$PYTHONPATH}"; set -x; \
-	$(PY) -m pytest --numprocesses $(JOBS) -m gpu $(GPU_TESTS) $(ARGS) || status=1; \
+	$(PYTEST) -m gpu $(GPU_TESTS) $(ARGS) || status=1; \
 	$(PY) -m benchmarks.speed.gpu || status=1; exit $$status
 
 clean:  ## remove .venv and everything that was built

@@ -7,12 +7,13 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from benchmarks.common import measure, models, registry, workloads
+from benchmarks.common import measure, models, registry, summary, workloads
 from benchmarks.quality import compare_worker
 from protocol import run_program
 
 # These need the extra `cli`.
 speed_program = pytest.importorskip("benchmarks.speed.cpu")
+compare_program = pytest.importorskip("benchmarks.quality.compare")
 passes_program = pytest.importorskip("benchmarks.speed.passes")
 
 
@@ -36,6 +37,18 @@ def test_bf16_is_computed_in_fp32_where_the_cpu_lacks_it(monkeypatch):
     assert models.arithmetic(torch.bfloat16, cpu) == torch.float32
     assert models.arithmetic(torch.float32, cpu) == torch.float32
     assert models.arithmetic(torch.bfloat16, gpu) == torch.bfloat16
+
+
+def test_compare_says_where_weights_are_cast(monkeypatch):
+    monkeypatch.setattr(torch.backends.mkldnn, "is_available", lambda: False)
+    plain, bf16 = (registry.REGISTRY[name] for name in ("AdamW8bit", "AdamW8bit-bf16"))
+    said = compare_program.notes([plain, bf16], "cpu").removeprefix(summary.notes("cpu"))
+    assert said == (
+        " Weights in bf16 are cast to fp32 for the model's arithmetic: this CPU has no"
+        " instructions for bf16."
+    )
+    assert compare_program.notes([plain], "cpu") == summary.notes("cpu")
+    assert compare_program.notes([bf16], "cuda") == summary.notes("cuda")
 
 
 def test_weights_are_cast_for_the_arithmetic():

@@ -29,13 +29,15 @@ def loss(
 ) -> torch.Tensor:
     """Mean cross-entropy in nats, of logits in fp32.
 
-    Weights are cast to the dtype of the `arithmetic`, if that is given; gradients have their own.
+    Weights of another dtype than `arithmetic`, if that is given, are cast to it; gradients have
+    their own.
     """
-    if arithmetic is None:
-        logits = model(inputs)
-    else:
-        weights = {name: p.to(arithmetic) for name, p in model.named_parameters()}
-        logits = functional_call(model, weights, inputs)
+    cast = {
+        name: p.to(arithmetic)
+        for name, p in model.named_parameters()
+        if arithmetic not in (None, p.dtype)
+    }
+    logits = functional_call(model, cast, inputs) if cast else model(inputs)
     return F.cross_entropy(logits.float().flatten(0, -2), targets.flatten())
 
 

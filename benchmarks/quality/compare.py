@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import tempfile
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Annotated
 
@@ -41,15 +41,17 @@ _WORKER = "benchmarks.quality.compare_worker"
 # Threads that spin while they wait make a run on a busy machine five times slower.
 _WAIT = {"OMP_WAIT_POLICY": os.environ.get("OMP_WAIT_POLICY", "PASSIVE")}
 
-CAST = (
+_CAST = (
     "Weights in bf16 are cast to fp32 for the model's arithmetic: this CPU has no instructions for"
     " bf16."
 )
 
 
-def cast_for_arithmetic(entry: registry.Entry, device: str) -> bool:
-    """Whether a model with an optimizer's weights is computed in another dtype than theirs."""
-    return models.arithmetic(entry.dtype, torch.device(device)) != entry.dtype
+def notes(entries: Iterable[registry.Entry], device: str) -> str:
+    """What columns are, and whether weights are cast."""
+    used = torch.device(device)
+    cast = any(models.arithmetic(entry.dtype, used) != entry.dtype for entry in entries)
+    return f"{summary.notes(device)} {_CAST}" if cast else summary.notes(device)
 
 
 def train_all(
@@ -197,10 +199,8 @@ def main(
         for line in (*(line["text"] for line in result["verdicts"]), summary.first_steps(result)):
             console.print(line, highlight=False)
         console.print()
-    notes = summary.notes(used)
-    if any(cast_for_arithmetic(entry, used) for _, entries in plan for entry in entries):
-        notes += f" {CAST}"
-    console.print(notes, highlight=False)
+    told = notes((entry for _, entries in plan for entry in entries), used)
+    console.print(told, highlight=False)
     written = {
         **report.origin("benchmarks.quality.compare", options),
         "device": used,
@@ -208,7 +208,7 @@ def main(
         "seeds": seeds,
         "load_before": load,
         "wall_s": round(time.perf_counter() - start, 1),
-        "notes": notes,
+        "notes": told,
         "tasks": results,
     }
     report.say_if_busy(console, load)
