@@ -15,6 +15,7 @@ os.environ.setdefault("NUMBA_NUM_THREADS", "2")  # read when numba is first impo
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 import hypothesis
+import numpy as np
 import pytest
 import torch
 
@@ -180,6 +181,38 @@ def language_patched_once():
     with pytest.MonkeyPatch.context() as monkeypatch:
         monkeypatch.setattr(interpreter, "_patch_lang", patch_once)
         monkeypatch.setattr(scope, "restore", restore_all)
+        yield
+
+
+@pytest.fixture(scope="session", autouse=True)
+def no_integer_overflows():
+    """An error where Triton's interpreter has integers that overflow.
+
+    It computes whether they do, for a third of its time, and tells nobody. A GPU stops there, with
+    TRITON_DEBUG=1.
+    """
+    try:
+        from triton.language.semantic import TritonSemantic
+        from triton.runtime.interpreter import TensorHandle
+    except ImportError:  # no Triton, or an older one
+        yield
+        return
+    check = TritonSemantic.binary_op_sanitize_overflow_impl
+    operators = {"add": np.add, "sub": np.subtract, "mul": np.multiply}
+
+    def check_numbers(semantic, a, b, operation):
+        if not isinstance(a.handle, TensorHandle):
+            return check(semantic, a, b, operation)
+        kind, name = a.type.scalar, operation.__name__
+        if kind.int_bitwidth < 64:
+            numbers = operators[name](*(x.handle.data.astype(np.int64) for x in (a, b)))
+            low, high = kind.get_int_min_value(), kind.get_int_max_value()
+            fit = low <= numbers.min() and numbers.max() <= high
+            assert fit, f"{kind} overflows: {name} of {a.handle.data} and {b.handle.data}"
+        return None
+
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        monkeypatch.setattr(TritonSemantic, check.__name__, check_numbers)
         yield
 
 

@@ -12,6 +12,13 @@ _SIGNATURE = re.compile(r"\s*(?:\(([^()]*)\)\s*)?([\w$.]+)\s*(?:\(([^()]*)\))?")
 _TOKEN = re.compile(r"\s*(?:([$\w]+):|([{}])|([^;]*);)")
 _SKIPPED = (".pragma", ".noreturn")
 _SHARED = re.compile(r"\.shared\s[^;]*?([\w$]+)\[\];")
+# What a device assertion says, and where a thread that fails it says so. A trap follows.
+_MESSAGE = re.compile(r"\.b8 (assertMessage_\d+)\[\d+\] = \{([^}]*)\};")
+_ASSERTION = re.compile(
+    r"\{ // callseq (\d+),(?:(?!// callseq).)*?\b(assertMessage_\d+)\b(?:(?!// callseq).)*?"
+    r"\b__assertfail\b(?:(?!// callseq).)*?\} // callseq \1\n",
+    re.DOTALL,
+)
 
 
 class UnsupportedError(NotImplementedError):
@@ -124,11 +131,16 @@ def split(text: str) -> tuple[str, ...]:
 
 
 def _without_comments(text: str) -> str:
-    """The text without comments and debug sections; the comment of a .loc is its source line."""
+    """The text without comments and debug sections; the comment of a .loc is its source line.
+
+    That of a trap is what a device assertion says.
+    """
     text = re.split(r"^\s*\.section", text, maxsplit=1, flags=re.MULTILINE)[0]
     text = re.sub(
         r"^\s*\.loc\s[^\n/]*(?://\s*(\S*)[^\n]*)?$", r".loc \1;", text, flags=re.MULTILINE
     )
+    said = {name: bytes(map(int, x.split(","))).decode() for name, x in _MESSAGE.findall(text)}
+    text = _ASSERTION.sub(lambda found: f".loc {said[found[2]]};\n", text)
     return re.sub(r"//[^\n]*", "", text)
 
 

@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 
 from .. import weights
-from ..engines.triton.primitives import PER_THREAD, narrow, widen
+from ..engines.triton.primitives import PER_THREAD, narrow, plus, widen
 
 ROOM, NAN = tl.constexpr(weights.ROOM), tl.constexpr(weights.NAN)
 INFINITE = tl.constexpr(weights.INFINITE)
@@ -141,7 +141,7 @@ def read(p, residual, EXTRA: tl.constexpr, PTX: tl.constexpr):
     w = widen(p, PTX)
     if EXTRA > 0:
         low = residual.to(tl.int32) << (16 - EXTRA)
-        whole = (pattern(w).to(tl.int32, bitcast=True) + low).to(tl.float32, bitcast=True)
+        whole = plus(pattern(w).to(tl.int32, bitcast=True), low).to(tl.float32, bitcast=True)
         w = tl.where(w == 0.0, w, whole)
     return w
 

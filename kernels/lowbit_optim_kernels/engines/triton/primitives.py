@@ -32,12 +32,30 @@ def where(condition, a, b):
 INTERPRETED = tl.constexpr(not isinstance(where, triton.JITFunction))
 
 
+# Integers that may wrap around. Triton's own operators assert that none does, with TRITON_DEBUG=1.
+
+
+@triton.jit
+def plus(a, b):
+    return tl.add(a, b, sanitize_overflow=False)
+
+
+@triton.jit
+def minus(a, b):
+    return tl.sub(a, b, sanitize_overflow=False)
+
+
+@triton.jit
+def times(a, b):
+    return tl.mul(a, b, sanitize_overflow=False)
+
+
 @triton.jit
 def narrow(x, TYPE: tl.constexpr):
     """fp32 to the dtype TYPE, rounding to nearest even."""
     if INTERPRETED and tl.bfloat16 == TYPE:
         bits = x.to(tl.uint32, bitcast=True)
-        rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
+        rounded = plus(bits, 0x7FFF + ((bits >> 16) & 1)) >> 16
         rounded = tl.where(x == x, rounded, 0x7FC0)
         return rounded.to(tl.uint16).to(tl.bfloat16, bitcast=True)
     return x.to(TYPE)

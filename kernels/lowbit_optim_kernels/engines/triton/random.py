@@ -11,6 +11,7 @@ import triton.language as tl
 
 from ... import dither
 from ...batch import WEIGHT_BLOCK
+from .primitives import minus, plus, times
 
 TIME, SPACE = tl.constexpr(dither.TIME), tl.constexpr(dither.SPACE)
 WEIGHT_BLOCK = tl.constexpr(WEIGHT_BLOCK)
@@ -40,16 +41,16 @@ DITHERED_BYTES, NEAREST_BYTES = (tl.constexpr(_bytes(x)) for x in (True, False))
 
 @triton.jit
 def mix(x):
-    x = (x ^ (x >> 16)) * FIRST
-    x = (x ^ (x >> 15)) * SECOND
+    x = times(x ^ (x >> 16), FIRST)
+    x = times(x ^ (x >> 15), SECOND)
     return x ^ (x >> 16)
 
 
 @triton.jit
 def of_step(tensor_key, step, STREAM: tl.constexpr):
     """The key of a stream, and what is added for the step, and for blocks below 2**32."""
-    key = mix(tensor_key + STREAM)
-    return key, mix(key) + step * TIME
+    key = mix(plus(tensor_key, STREAM))
+    return key, plus(mix(key), times(step, TIME))
 
 
 @triton.jit
@@ -60,16 +61,16 @@ def of_blocks(number, of_stream, FAR: tl.constexpr):
     """
     both = tl.load(of_stream.to(tl.pointer_type(tl.uint64)))
     key = both.to(tl.uint32)
-    bits = mix(number.to(tl.uint32) ^ key) + (both >> 32).to(tl.uint32)
+    bits = plus(mix(number.to(tl.uint32) ^ key), (both >> 32).to(tl.uint32))
     if FAR:
-        bits += mix((number >> 32).to(tl.uint32) + key) - mix(key)
+        bits = plus(bits, minus(mix(plus((number >> 32).to(tl.uint32), key)), mix(key)))
     return bits
 
 
 @triton.jit
 def of_lanes(of_block, lane):
     """The bits of elements by their places in the blocks."""
-    return of_block + lane.to(tl.uint32) * SPACE
+    return plus(of_block, times(lane.to(tl.uint32), SPACE))
 
 
 @triton.jit
@@ -78,7 +79,7 @@ def numbered(before, number, FAR: tl.constexpr):
     if FAR:
         return before + number
     else:
-        return before.to(tl.uint32) + number.to(tl.uint32)
+        return plus(before.to(tl.uint32), number.to(tl.uint32))
 
 
 @triton.jit
@@ -87,7 +88,7 @@ def dithered_scale(x, bits):
 
     bits: those of the first elements of their blocks.
     """
-    pattern = x.to(tl.uint32, bitcast=True) + (mix(bits >> 8) >> 16)
+    pattern = plus(x.to(tl.uint32, bitcast=True), mix(bits >> 8) >> 16)
     return (pattern & 0xFFFF0000).to(tl.float32, bitcast=True)
 
 

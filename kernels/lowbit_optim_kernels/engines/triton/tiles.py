@@ -7,6 +7,7 @@ import triton.language as tl
 
 from ...batch import WEIGHT_BLOCK
 from . import grid, kinds, random
+from .primitives import plus
 from .scalars import BEFORE, GEOMETRY, ROW, ROWS, WEIGHTS_BEFORE
 
 WORK, WEIGHT_BLOCK = tl.constexpr(grid.WORK), tl.constexpr(WEIGHT_BLOCK)
@@ -161,14 +162,15 @@ def weight_bits(of_stream, t, piece, geometry, work, BLOCK: tl.constexpr, ROOM: 
     else:
         number = random.numbered(start, before + column * (BLOCK // WEIGHT_BLOCK), FAR)[:, None]
         if ROOM > WEIGHT_BLOCK:
-            number += (lane // WEIGHT_BLOCK).to(number.dtype)[None, :]
+            number = plus(number, (lane // WEIGHT_BLOCK).to(number.dtype)[None, :])
         first = random.of_blocks(number, of_stream, FAR)
         place = (lane % WEIGHT_BLOCK)[None, :]
     if SHIFTED:
         place += shift
     bits = random.of_lanes(first, place)
     if SHIFTED:
-        beyond = random.of_lanes(random.of_blocks(number + 1, of_stream, FAR), place - WEIGHT_BLOCK)
+        after = random.of_blocks(plus(number, 1), of_stream, FAR)
+        beyond = random.of_lanes(after, place - WEIGHT_BLOCK)
         bits = tl.where(place < WEIGHT_BLOCK, bits, beyond)
     return bits
 

@@ -6,7 +6,7 @@ import torch
 import triton
 import triton.language as tl
 
-from ...engines.triton.primitives import OUTLASTS, ROLE, STREAM
+from ...engines.triton.primitives import OUTLASTS, ROLE, STREAM, plus
 from ...engines.triton.random import rounded
 from .. import ratio as of_ratio
 from .triton import (
@@ -79,7 +79,7 @@ def encode(moments, scales, random, tables, K: tl.constexpr, MOMENTS: tl.constex
     place = square_place(moments[V], scales[1], PTX)
     high = rounded(place, random[V], 0.0, MOMENTS[V][STREAM] > 0, PTX)
     high = tl.minimum(high, INTEGER + SQUARE_LEVELS)
-    both = low.to(tl.uint32, bitcast=True) + (high.to(tl.uint32, bitcast=True) << 4)
+    both = plus(low.to(tl.uint32, bitcast=True), high.to(tl.uint32, bitcast=True) << 4)
     return both.to(tl.uint8)
 
 
