@@ -197,15 +197,24 @@ def test_footprint_goes_on_after_one_that_fails(tmp_path, monkeypatch):
 
 
 @pytest.mark.slow
-def test_weights_are_compared(tmp_path):
+@pytest.mark.parametrize("arithmetic", ["bfloat16", "float32"])
+def test_weights_are_compared(tmp_path, monkeypatch, arithmetic):
     pytest.importorskip("matplotlib")
     program = pytest.importorskip("benchmarks.quality.weights")
+
+    def chosen(dtype, device):
+        return getattr(torch, arithmetic) if dtype == torch.bfloat16 else dtype
+
+    monkeypatch.setattr(program.models, "arithmetic", chosen)
     result = run_program(
         program, "--lr", 1e-5, "--seeds", 2, "--steps", 2, "--pretrain", 2, "--width", 16,
         "--threads", 1, "--out", tmp_path,
     )  # fmt: skip
     assert result.exit_code == 0, result.output
-    rows = json.loads((tmp_path / "weights.json").read_text())["learning_rates"]["1e-05"]
+    assert ("bf16 are cast to fp32" in result.output) == (arithmetic == "float32")
+    written = json.loads((tmp_path / "weights.json").read_text())
+    assert written["arithmetic"] == arithmetic
+    rows = written["learning_rates"]["1e-05"]
     assert list(rows) == list(program.VARIANTS)
     assert rows["32"]["nmse_of_fp32_masters"]["mean"] == 0
     assert rows["24"]["nmse_of_fp32_masters"]["mean"] < rows["auto"]["nmse_of_fp32_masters"]["mean"]

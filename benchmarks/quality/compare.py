@@ -41,7 +41,7 @@ _WORKER = "benchmarks.quality.compare_worker"
 # Threads that spin while they wait make a run on a busy machine five times slower.
 _WAIT = {"OMP_WAIT_POLICY": os.environ.get("OMP_WAIT_POLICY", "PASSIVE")}
 
-_CAST = (
+CAST = (
     "Weights in bf16 are cast to fp32 for the model's arithmetic: this CPU has no instructions for"
     " bf16."
 )
@@ -51,7 +51,7 @@ def notes(entries: Iterable[registry.Entry], device: str) -> str:
     """What columns are, and whether weights are cast."""
     used = torch.device(device)
     cast = any(models.arithmetic(entry.dtype, used) != entry.dtype for entry in entries)
-    return f"{summary.notes(device)} {_CAST}" if cast else summary.notes(device)
+    return f"{summary.notes(device)} {CAST}" if cast else summary.notes(device)
 
 
 def train_all(

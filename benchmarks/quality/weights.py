@@ -30,6 +30,7 @@ from benchmarks.quality.compare_worker import schedule
 
 TASK = workloads.StdlibGPT()  # but for the files and the model's size
 WIDTH = 128
+CPU = torch.device("cpu")
 PRETRAIN_LR = 2e-3
 # `master_weight_bits` of each run with bf16 weights, by what a table calls it; "fp32" has no bf16.
 BITS: dict[str, int | str | None] = {"None": None, "auto": "auto", "24": 24, "32": 32}
@@ -66,7 +67,7 @@ def load(folder: str) -> Text:
 def quality(model: nn.Module, text: Tensor) -> float:
     """Held-out bits per byte of the network's weights, in fp32 arithmetic for all alike."""
     wide = copy.deepcopy(model).float()
-    return TASK.quality(wide, {"held_out": text}, torch.device("cpu"))
+    return TASK.quality(wide, {"held_out": text}, CPU)
 
 
 def train(
@@ -80,10 +81,11 @@ def train(
 ) -> list[float]:
     """Steps over windows that the seed draws; the training loss of each."""
     drawn = torch.Generator().manual_seed(seed)
+    arithmetic = models.arithmetic(next(model.parameters()).dtype, CPU)
     schedules = torch.optim.lr_scheduler.LambdaLR(optimizer, rate)
     losses = []
     for _ in range(steps):
-        loss = models.loss(model, *TASK.batch({"train": text}, drawn))
+        loss = models.loss(model, *TASK.batch({"train": text}, drawn), arithmetic)
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
@@ -258,6 +260,7 @@ def main(
     with arguments.refusing():
         text = load(folder)
     rates, found = lr or [1e-5, 1e-6], {}
+    arithmetic = models.arithmetic(torch.bfloat16, CPU)
     with compare.bars(console) as progress:
         start = pretrained(text, width, pretrain, _bar(progress, "pretraining", pretrain))
         before = quality(start, text.held_out)
@@ -268,6 +271,7 @@ def main(
         **report.origin("benchmarks.quality.weights", options),
         "what": f"byte-level GPT, fine-tuned on {folder}/ of Python's standard library",
         "optimizer": "AdamW8bit",
+        "arithmetic": str(arithmetic).removeprefix("torch."),  # of bf16 weights
         "params": sum(p.numel() for p in start.parameters()),
         "steps": steps,
         "seeds": seeds,
@@ -279,6 +283,8 @@ def main(
         "learning_rates": found,
     }
     console.print(table(written))
+    if arithmetic != torch.bfloat16:
+        console.print(compare.CAST)
     report.write_json(out / "weights.json", written)
     plot.fine_tuning(out / "weights.png", written)
     console.print(f"{written['wall_s']:.0f} s\nresults: {out / 'weights.json'}", soft_wrap=True)
