@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
+from triton.language import core
 
 from ...rules import HISTORY, RATIO, SIGN, SQUARE
 from ...rules import SIGNED as SIGNED_ROLE
@@ -33,21 +34,22 @@ INTERPRETED = tl.constexpr(not isinstance(where, triton.JITFunction))
 
 
 # Integers that may wrap around. Triton's own operators assert that none does, with TRITON_DEBUG=1.
+# (`tl` has but one of the functions before 3.6.)
 
 
 @triton.jit
 def plus(a, b):
-    return tl.add(a, b, sanitize_overflow=False)
+    return core.add(a, b, sanitize_overflow=False)
 
 
 @triton.jit
 def minus(a, b):
-    return tl.sub(a, b, sanitize_overflow=False)
+    return core.sub(a, b, sanitize_overflow=False)
 
 
 @triton.jit
 def times(a, b):
-    return tl.mul(a, b, sanitize_overflow=False)
+    return core.mul(a, b, sanitize_overflow=False)
 
 
 @triton.jit
