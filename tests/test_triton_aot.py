@@ -323,15 +323,18 @@ for dtype, weights in ((torch.float16, PLAIN), (torch.bfloat16, WEIGHTS[16])):
         rule, kind = rounded(RULES["AdamW"], FORMATS[name], True), (dtype, dtype, FORMATS[name])
         engine.compile_for(target, rule, "begin", (*kind, True, 16, weights))
         kernel = engine.compile_for(target, rule, "update", (*kind, True, 16, weights))
+        if backend == "cuda" and int(arch) < 75:  # of which the disassembler knows nothing
+            continue
         spills = count(kernel, 1).spills
         assert spills <= 2 * (arch == "75"), (dtype, name)  # whose assembler could take more
 """
 
 
 GPUS = {
-    "T4": "cuda-75-32", "RTX 3090": "cuda-86-32", "RTX 4090": "cuda-89-32",
-    "RTX 5090": "cuda-120-32", "DGX Spark": "cuda-121-32", "MI250": "hip-gfx90a-64",
-    "MI350": "hip-gfx950-64", "RX 7900": "hip-gfx1100-32", "RX 9070": "hip-gfx1201-32",
+    "P100": "cuda-60-32", "GTX 1080": "cuda-61-32", "V100": "cuda-70-32", "T4": "cuda-75-32",
+    "RTX 3090": "cuda-86-32", "RTX 4090": "cuda-89-32", "RTX 5090": "cuda-120-32",
+    "DGX Spark": "cuda-121-32", "MI250": "hip-gfx90a-64", "MI350": "hip-gfx950-64",
+    "RX 7900": "hip-gfx1100-32", "RX 9070": "hip-gfx1201-32",
 }  # fmt: skip
 
 

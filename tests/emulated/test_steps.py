@@ -52,7 +52,7 @@ TILES = {
     "mixed": [(4096,), (9, 272), (5, 300), (2048 + 272,), (2048,), (33, 64), (0,)],
 }
 GRADIENTS = ("plain", "scaled", "skipped", "bad", "wide")
-ARCHITECTURES = (75, 80, 90, 120)  # GPUs as T4, A100, H100, RTX 5090
+ARCHITECTURES = (61, 75, 80, 90, 120)  # GPUs as GTX 1080, T4, A100, H100, RTX 5090
 
 
 def steps():

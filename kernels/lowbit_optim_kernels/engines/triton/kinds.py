@@ -81,8 +81,9 @@ class KindConstants(NamedTuple):
         low_type: the number of the residual's dtype; -1 without one.
         run, bare_run: most elements that a thread takes in a row, in passes that read moments and
             in others.
-        once: whether caches should drop elements first.
-        ahead: how many tiles ahead programs ask for elements, or 0.
+        once: whether caches should drop elements first, if they are an NVIDIA GPU's since Ampere.
+            (Before Volta they cannot be told.)
+        ahead: how many tiles ahead programs ask for elements there, or 0.
     """
 
     p_type: int

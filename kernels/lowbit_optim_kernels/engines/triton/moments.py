@@ -48,14 +48,14 @@ def unit_pointers(row_at, UNIT: tl.constexpr, ALIGN: tl.constexpr):
 
 @triton.jit
 def read_unit(of_unit, base, at, block, inside, mask, UNIT: tl.constexpr, KINDS: tl.constexpr,
-              KIND: tl.constexpr):  # fmt: skip
+              KIND: tl.constexpr, READ_ONCE: tl.constexpr):  # fmt: skip
     """What is stored of a unit, per element and per block, and the addresses of both."""
     elements, scales, element_at, scale_at = (), (), (), ()
     for k in tl.static_range(len(UNIT[ELEMENTS])):
         here = operand(of_unit[0][k], base, at, KINDS[KIND][ALIGN], KINDS[KIND][RUN])
         element_at = element_at + (here,)
         elements = elements + (
-            load(here, mask, UNIT[ELEMENTS][k][PAD], KINDS[KIND][WHOLE], KINDS[KIND][ONCE]),
+            load(here, mask, UNIT[ELEMENTS][k][PAD], KINDS[KIND][WHOLE], READ_ONCE),
         )
     for k in tl.static_range(len(UNIT[PER_BLOCK])):
         here = of_unit[1][k] + block
@@ -222,6 +222,7 @@ def write_moments(
         and FORMAT[BLOCK] <= WARP * RUN_HERE
         and KINDS[KIND][PIECE] * FORMAT[BLOCK] >= THREADS * RUN_HERE
     )  # fmt: skip
+    WRITTEN_ONCE: tl.constexpr = KINDS[KIND][ONCE] if PTX else False
     kept, tops = (), ()
     for i in tl.static_range(len(FORMAT[UNITS])):
         values, scales = pick(moments, FORMAT[UNITS][i][INDEX]), ()
@@ -246,4 +247,4 @@ def write_moments(
                 kept[i], tops[i], random, tables + FORMAT[UNITS][i][TABLE], k,
                 FORMAT[UNITS][i][MOMENTS], PTX,
             )  # fmt: skip
-            store(element_at[i][k], coded, mask, KINDS[KIND][WHOLE], KINDS[KIND][ONCE])
+            store(element_at[i][k], coded, mask, KINDS[KIND][WHOLE], WRITTEN_ONCE)

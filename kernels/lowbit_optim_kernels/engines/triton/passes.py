@@ -188,6 +188,7 @@ def read(
     """
     values, scale, of_p, of_low, of_g, of_units = of_tensor
     RUN_HERE: tl.constexpr = KINDS[KIND][RUN if RULE[LOADS][OF_MOMENTS] else BARE_RUN]
+    READ_ONCE: tl.constexpr = KINDS[KIND][ONCE] if RULE[PTX] else False
     base, at, block, inside, mask = place(
         t, piece, geometry, work, FORMAT[BLOCK], KINDS[KIND][ROOM], KINDS[KIND][BLOCKS],
         KINDS[KIND][WHOLE], KINDS[KIND][ALIGN], RUN_HERE, KINDS[KIND][SPANNED],
@@ -196,21 +197,21 @@ def read(
     p_at, low_at, p, g, low = base, base, base, base, base  # of what is not read, anything
     if RULE[LOADS][OF_P]:
         p_at = operand(of_p, base, at, KINDS[KIND][ALIGN], RUN_HERE)
-        p = load(p_at, mask, 0, KINDS[KIND][WHOLE], KINDS[KIND][ONCE])
+        p = load(p_at, mask, 0, KINDS[KIND][WHOLE], READ_ONCE)
         if KINDS[KIND][EXTRA] > 0:
             low_at = operand(of_low, base, at, KINDS[KIND][ALIGN], RUN_HERE)
-            low = load(low_at, mask, 0, KINDS[KIND][WHOLE], KINDS[KIND][ONCE])
+            low = load(low_at, mask, 0, KINDS[KIND][WHOLE], READ_ONCE)
         p = stored_weights.read(p, low, KINDS[KIND][EXTRA], RULE[PTX])
     if RULE[LOADS][OF_G]:
         g_at = operand(of_g, base, at, KINDS[KIND][ALIGN], RUN_HERE)
-        g = widen(load(g_at, mask, 0, KINDS[KIND][WHOLE], KINDS[KIND][ONCE]), RULE[PTX])
+        g = widen(load(g_at, mask, 0, KINDS[KIND][WHOLE], READ_ONCE), RULE[PTX])
         if SCALED:
             g *= scale
     stored, moments, element_at, scale_at = (), (), (), ()
     if RULE[LOADS][OF_MOMENTS]:
         for i in tl.static_range(len(FORMAT[UNITS])):
             elements, scales, elements_at, scales_at = read_unit(
-                of_units[i], base, at, block, inside, mask, FORMAT[UNITS][i], KINDS, KIND
+                of_units[i], base, at, block, inside, mask, FORMAT[UNITS][i], KINDS, KIND, READ_ONCE
             )
             stored = stored + ((elements, scales),)
             element_at = element_at + (elements_at,)
@@ -256,10 +257,11 @@ def update_blocks(
         new, bits, TYPES[KINDS[KIND][P_TYPE]], KINDS[KIND][SPLIT],
         KINDS[KIND][EXTRA], KINDS[KIND][DITHERED], RULE[PTX],
     )  # fmt: skip
-    store(addresses[0], high, mask, KINDS[KIND][WHOLE], KINDS[KIND][ONCE])
+    WRITTEN_ONCE: tl.constexpr = KINDS[KIND][ONCE] if RULE[PTX] else False
+    store(addresses[0], high, mask, KINDS[KIND][WHOLE], WRITTEN_ONCE)
     if KINDS[KIND][EXTRA] > 0:
         low = low.to(TYPES[KINDS[KIND][LOW_TYPE]])
-        store(addresses[1], low, mask, KINDS[KIND][WHOLE], KINDS[KIND][ONCE])
+        store(addresses[1], low, mask, KINDS[KIND][WHOLE], WRITTEN_ONCE)
     write_moments(
         pick(values, WRITES[NEW]), addresses[2], addresses[3], tables, inside, mask, of_streams, t,
         block, geometry, FORMAT, KINDS, KIND, RULE[PTX],
