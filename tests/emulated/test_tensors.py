@@ -13,7 +13,7 @@ from lowbit_optim_kernels.engines.triton import grid, kinds
 from test_triton_formats import engine_triton, split_kernel, weights_of_all_kinds
 
 SHAPES = [(4096,), (3, 272), (5, 300), (257,), (0,), ()]
-ARCHITECTURES = pytest.mark.parametrize("arch", [75, 80, 90, 120])
+ARCHITECTURES = pytest.mark.parametrize("arch", [61, 75, 80, 90, 120])
 SIGNED = pytest.mark.parametrize("signed", [True, False])
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 
