@@ -20,7 +20,7 @@ def squares(x, y, WRAPS: tl.constexpr):
     tl.store(y + lane, times(numbers, numbers) if WRAPS else numbers * numbers)
 
 
-@pytest.mark.skipif(not INTERPRETED.value, reason="is of Triton's interpreter")
+@pytest.mark.skipif(not INTERPRETED.value, reason="kernels are compiled here, not interpreted")
 @pytest.mark.parametrize("dtype", [torch.int32, torch.uint8], ids=str)
 def test_integers_overflow_where_they_may_alone(dtype):
     largest = torch.iinfo(dtype).max
